@@ -1,0 +1,124 @@
+"""What crosses the border between the event loop and the engine thread: requests in, tokens out.
+
+Plain data only. The engine thread never touches text; the loop never touches tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is drawn. Every value has been validated before it gets here."""
+
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None  # None: the engine draws one; the answer then is not repeatable
+    logprobs: int | None = None  # how many alternatives besides the sampled token; None: no logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    request_id: str  # unique while the daemon lives; client ids are kept apart elsewhere
+    prompt_ids: Sequence[int]  # used exactly as given
+    max_tokens: int  # already cut to what context and pool leave
+    sampling: Sampling = Sampling()
+    eos_ids: frozenset[int] = frozenset()  # empty with ignore_eos
+    stop_ids: frozenset[int] = frozenset()  # stop_token_ids: end without being part of the text
+    prompt_logprobs: int | None = None  # alternatives per prompt token; turns prefix reuse off
+    copies_of: str | None = None  # request_id of a sibling (n > 1) whose prompt pages are awaited
+    arrival_s: float = 0.0  # time.monotonic()
+
+
+class Finish(StrEnum):
+    EOS = "eos"  # an eos id was sampled; it is the last token of the output
+    STOP = "stop"  # a stop id, or the text layer found a stop string
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # alternatives, best first
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step brought for one request. The last one carries ``finish``."""
+
+    request_id: str
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()  # one for each of ``tokens`` if asked for
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # once, before the first token
+    reused_tokens: int | None = None  # prompt tokens found in the prefix cache; with the first output
+    finish: Finish | None = None
+    error: Exception | None = None  # an FtdError, with finish == ERROR or CANCELLED
+
+
+@dataclass(frozen=True, slots=True)
+class RequestInfo:
+    """One line of ``ftctl requests``."""
+
+    request_id: str
+    state: str  # waiting | prefill | decode
+    prompt_tokens: int
+    computed_tokens: int  # prompt tokens whose KV exists (reused or computed)
+    reused_tokens: int
+    output_tokens: int
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """A snapshot, replaced as a whole after each step. Counters only grow; gauges are as of now."""
+
+    # gauges
+    running: int = 0
+    waiting: int = 0
+    pages_total: int = 0
+    pages_free: int = 0
+    pages_held: int = 0  # by running requests or the prefix tree, each page counted once
+    pages_cached: int = 0  # of the held ones, those only the prefix tree holds (evictable)
+    page_tokens: int = 0
+    slots_total: int = 0
+    slots_used: int = 0
+    # counters
+    steps: int = 0
+    prompt_tokens: int = 0  # computed
+    reused_tokens: int = 0
+    output_tokens: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    expert_hits: int = 0  # (step, layer, distinct expert) found in a slot
+    expert_misses: int = 0
+    expert_fetched: int = 0  # misses read through into a slot
+    expert_evicted: int = 0
+    # rates over the last seconds
+    decode_tokens_per_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    step_ms_p50: float = 0.0
+    requests: tuple[RequestInfo, ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What a request may ask for; fixed while a model is loaded (until its budget changes)."""
+
+    context_tokens: int  # prompt + output of one sequence
+    pool_tokens: int  # KV pool: the same bound for one sequence from another side
+    max_running: int
+    max_waiting: int
+    vocab: int

@@ -1,0 +1,98 @@
+"""The operations a model is composed of. One implementation per device, all with the same meaning.
+
+``kernels.reference.TorchOps`` is the meaning itself, in plain torch; ``kernels.cpu.NativeOps`` runs
+the C++ kernels. Model code calls nothing else on tensors of the step except plain element-wise torch.
+
+Contract of every implementation in float32: the order in which a row's numbers are added does not
+depend on how many rows there are, on which pages its keys lie, or on where an expert's weights are.
+So batch, chunking, caching and residency change no token.
+
+Shapes: T rows of the step, H hidden, N heads, D head dim, E experts, K experts a token, I inner,
+P pages, B sequences. Activations ("act") are bfloat16 or float32, one of them for a whole model.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from .formats import ExpertLayout
+
+
+class Ops(Protocol):
+    name: str  # "torch", "avx2", "avx512bf16", ...: for logs and ``ftctl status``
+
+    def linear(
+        self,
+        x: torch.Tensor,  # [T, K] act, contiguous
+        weight: torch.Tensor,  # [O, K] bf16, f16 or f32, contiguous
+        bias: torch.Tensor | None = None,  # [O] any float
+        out_dtype: torch.dtype | None = None,  # default: x.dtype
+    ) -> torch.Tensor:  # [T, O]
+        """y = x Wᵀ + b, accumulated in float32."""
+        ...
+
+    def moe(
+        self,
+        x: torch.Tensor,  # [T, H] act, contiguous
+        ids: torch.Tensor,  # [T, K] int32, -1: route not in use
+        weights: torch.Tensor,  # [T, K] float32
+        address: torch.Tensor,  # [E] int64: where each expert's record lies (host pool or slot)
+        layout: ExpertLayout,
+    ) -> torch.Tensor:  # [T, H] float32
+        """Σ_k weights[t, k] · down(silu(gate x) · up x), summed in the order of k.
+
+        Each distinct expert is read once. Rounding points: x and h = silu(gate x) · up x in act,
+        everything else in float32.
+        """
+        ...
+
+    def attention(
+        self,
+        q: torch.Tensor,  # [T, N, D] act, contiguous
+        k_pages: torch.Tensor,  # [P, page_tokens, NKV, D] act, contiguous
+        v_pages: torch.Tensor,  # [P, page_tokens, NKV, D] act, contiguous
+        page_table: torch.Tensor,  # [B, M] int32: pages of each sequence in order
+        sequence: torch.Tensor,  # [T] int32: which row of page_table
+        position: torch.Tensor,  # [T] int32: the row's place in its sequence
+        scale: float,
+        window: int | None = None,
+    ) -> torch.Tensor:  # [T, N, D] act
+        """Causal softmax attention over the pages; a row sees its own key, already written.
+
+        Head n reads kv head n // (N / NKV). With ``window`` a row at p sees p - window + 1 .. p.
+        Softmax and sums in float32.
+        """
+        ...
+
+    def write_kv(
+        self,
+        k: torch.Tensor,  # [T, NKV, D] act
+        v: torch.Tensor,  # [T, NKV, D] act
+        place: torch.Tensor,  # [T] int64: page * page_tokens + offset
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+    ) -> None: ...
+
+    def rms_norm(
+        self,
+        x: torch.Tensor,  # [..., H] any float
+        weight: torch.Tensor,  # [H]
+        eps: float,
+        out_dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """x / sqrt(mean(x²) + eps) · weight, in float32 until the result is rounded."""
+        ...
+
+    def rope(
+        self,
+        x: torch.Tensor,  # [T, N, D] act, changed in place
+        cos: torch.Tensor,  # [T, R / 2] float32, R = rotary_dim: the first R channels turn
+        sin: torch.Tensor,
+        interleaved: bool = False,
+    ) -> torch.Tensor: ...
+
+    def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """silu(gate) · up in float32, rounded to the inputs' dtype."""
+        ...

@@ -1,0 +1,24 @@
+"""The optional C++ kernels; everything else stands in pyproject.toml and setup.cfg.
+
+The extension is a plain shared library opened with ctypes: no Python API, one build for every
+Python. It is optional: without a C++ compiler the installation succeeds and torch computes.
+"""
+
+from glob import glob
+
+from setuptools import Extension, setup
+
+setup(
+    ext_modules=[
+        Extension(
+            "ftd._cpu_kernels",
+            sources=sorted(glob("kernels/cpu/*.cpp")),
+            depends=sorted(glob("kernels/cpu/*.h")),
+            language="c++",
+            extra_compile_args=["-std=c++17", "-O3", "-pthread", "-fvisibility=hidden"],
+            extra_link_args=["-pthread"],
+            py_limited_api=True,
+            optional=True,
+        )
+    ],
+)
