@@ -5,9 +5,10 @@ Plain data only. The engine thread never touches text; the loop never touches te
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,3 +123,50 @@ class EngineLimits:
     max_running: int
     max_waiting: int
     vocab: int
+
+
+class Ticket(Protocol):
+    """A submitted request, on the event loop. Iterating gives its outputs; the last has ``finish``."""
+
+    request_id: str
+
+    def __aiter__(self) -> AsyncIterator[Output]: ...
+
+    async def __anext__(self) -> Output: ...
+
+    def end(self, finish: Finish = Finish.CANCELLED) -> None:
+        """Stop computing at the next safe point: the client left, or a stop string was found.
+
+        Idempotent; no further outputs come. Pages go back, finished prefix pages stay cached.
+        """
+        ...
+
+
+class EngineHandle(Protocol):
+    """The engine as the event loop sees it. Every method is called on the loop."""
+
+    limits: EngineLimits
+
+    def submit(self, request: EngineRequest) -> Ticket:
+        """Queue a request; returns at once.
+
+        Raises:
+            ContextExceeded, RequestInvalid: it can never run with these limits.
+            QueueFull: ``max_waiting`` requests wait already.
+            NotReady: the engine drains, has failed or is closed.
+        """
+        ...
+
+    def cancel(self, request_id: str, reason: str) -> bool:
+        """An operator's cancel: the ticket ends with RequestCancelled. False: no such request."""
+        ...
+
+    def status(self) -> EngineStatus: ...
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests, wait for the running and waiting ones. False: timed out."""
+        ...
+
+    async def close(self, cause: Exception | None = None) -> None:
+        """End every request with ``cause`` (default: NotReady), stop the thread, free the memory."""
+        ...

@@ -1,0 +1,71 @@
+"""What an architecture file provides: the published spelling on one side, a model on the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from ftd.kernels.ops import Ops
+from ftd.kv.cache import KvCache
+
+from .spec import ModelSpec
+from .step import StepInput
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Where one matrix of an expert lies in the files."""
+
+    tensor: str  # name in the checkpoint
+    shape: tuple[int, ...]  # of that whole tensor, as stored
+    index: int | None = None  # leading index, where experts are stacked
+    rows: tuple[int, int] | None = None  # [begin, end) rows of it, where gate and up are fused
+
+
+class Experts(Protocol):
+    """The routed experts of all layers: who is where is its business, not the model's."""
+
+    def forward(
+        self,
+        layer: int,  # index among all layers
+        x: torch.Tensor,  # [T, H] act
+        ids: torch.Tensor,  # [T, K] int32
+        weights: torch.Tensor,  # [T, K] float32
+    ) -> torch.Tensor:  # [T, H] float32
+        ...
+
+
+class Model(Protocol):
+    spec: ModelSpec
+
+    def forward(self, step: StepInput, kv: KvCache, experts: Experts) -> torch.Tensor:
+        """Write the rows' KV and return logits [R, V] float32 of ``step.logit_rows``."""
+        ...
+
+
+class Architecture(Protocol):
+    """One module per family; ``ftd.model.registry.ARCHITECTURES`` maps model_type to it."""
+
+    model_types: tuple[str, ...]
+
+    def spec(self, config: Mapping[str, Any]) -> ModelSpec:
+        """Read config.json. Raises CheckpointError naming the key that is missing or odd."""
+        ...
+
+    def dense_tensors(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+        """Name → shape of every tensor that is not a routed expert's; kept in the stored dtype."""
+        ...
+
+    def expert_parts(self, spec: ModelSpec, layer: int, expert: int) -> dict[str, Part]:
+        """The parts "gate", "up" and "down" of one expert."""
+        ...
+
+    def ignored(self, name: str) -> bool:
+        """Tensors on disk that text generation does without."""
+        ...
+
+    def build(
+        self, spec: ModelSpec, weights: Mapping[str, torch.Tensor], ops: Ops, dtype: torch.dtype
+    ) -> Model: ...

@@ -1,0 +1,19 @@
+"""What one forward pass is given: a packed batch of rows from any number of sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """T rows of B sequences, prefill chunks and decode tokens alike, each sequence's in order."""
+
+    ids: torch.Tensor  # [T] int64, token ids
+    position: torch.Tensor  # [T] int32, place in the sequence, from 0
+    sequence: torch.Tensor  # [T] int32, row of page_table
+    place: torch.Tensor  # [T] int64, page * page_tokens + offset: where the row's KV goes
+    page_table: torch.Tensor  # [B, M] int32, pages in order; unused entries 0
+    logit_rows: torch.Tensor  # [R] int64, rows whose logits are wanted
