@@ -24,7 +24,9 @@ class Sampling:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None  # None: the engine draws one; the answer then is not repeatable
-    logprobs: int | None = None  # how many alternatives besides the sampled token; None: no logprobs
+    logprobs: int | None = (
+        None  # how many alternatives besides the sampled token; None: no logprobs
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,9 @@ class Output:
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()  # one for each of ``tokens`` if asked for
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # once, before the first token
-    reused_tokens: int | None = None  # prompt tokens found in the prefix cache; with the first output
+    reused_tokens: int | None = (
+        None  # prompt tokens found in the prefix cache; with the first output
+    )
     finish: Finish | None = None
     error: Exception | None = None  # an FtdError, with finish == ERROR or CANCELLED
 

@@ -1,0 +1,390 @@
+"""The engine thread: the step loop, and the handle through which the event loop speaks to it.
+
+Commands reach the engine as messages that wait for the safe point between two steps. Whatever a
+step brought goes back in one ``call_soon_threadsafe``. Nothing here knows tensors or text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import structlog
+
+from ftd.errors import (
+    ContextExceeded,
+    EngineFailed,
+    FtdError,
+    NotReady,
+    QueueFull,
+    RequestCancelled,
+    RequestInvalid,
+)
+
+from .api import EngineLimits, EngineRequest, EngineStatus, Finish, Output
+
+log = structlog.get_logger(__name__)
+
+IDLE_BEAT_S = 1.0  # the heartbeat of an engine without work
+JOIN_TIMEOUT_S = 30.0  # a prefill layer of a large model on a small CPU takes seconds, not more
+
+
+class StepInterrupted(Exception):
+    """The step was given up at a layer border, since a message made its work worthless."""
+
+
+class Core(Protocol):
+    """What the thread drives; ``ftd.engine.core.EngineCore``, or a small model of it in tests."""
+
+    beat: Callable[[], None]  # called at every layer; may raise StepInterrupted
+
+    def add(self, request: EngineRequest) -> None: ...
+    def end(self, request_id: str) -> bool: ...
+    def has_work(self) -> bool: ...
+    def step(self) -> list[Output]: ...
+    def in_prefill(self, request_id: str) -> bool: ...
+    def request_ids(self) -> list[str]: ...
+    def status(self) -> EngineStatus: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Add:
+    request: EngineRequest
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    run: Callable[[Any], Any]
+    done: Future[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Close:
+    pass
+
+
+_Message = _Add | _End | _Call | _Close
+
+
+class EngineTicket:
+    """A request on its way; lives on the event loop (see ``api.Ticket``)."""
+
+    __slots__ = ("_engine", "_outputs", "_over", "_wake", "request_id")
+
+    def __init__(self, engine: EngineThread, request_id: str) -> None:
+        self.request_id = request_id
+        self._engine = engine
+        self._outputs: deque[Output] = deque()
+        self._wake: asyncio.Future[None] | None = None
+        self._over = False  # nothing will be pushed any more
+
+    def __aiter__(self) -> EngineTicket:
+        return self
+
+    async def __anext__(self) -> Output:
+        while not self._outputs:
+            if self._over:
+                raise StopAsyncIteration
+            self._wake = asyncio.get_running_loop().create_future()
+            try:
+                await self._wake
+            finally:
+                self._wake = None
+        return self._outputs.popleft()
+
+    def end(self, finish: Finish = Finish.CANCELLED) -> None:
+        if not self._over:
+            self._engine._forget(self)
+            self._engine._send(_End(self.request_id))
+            self._outputs.clear()
+            self._finish()
+
+    def _push(self, output: Output) -> None:
+        self._outputs.append(output)
+        if output.finish is not None:
+            self._finish()
+        else:
+            self._wake_up()
+
+    def _finish(self) -> None:
+        self._over = True
+        self._wake_up()
+
+    def _wake_up(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+
+class EngineThread:
+    """``api.EngineHandle`` over a core on a thread of its own.
+
+    Args:
+        core: owned from now on; touched by the engine thread only.
+        limits: what requests may ask for.
+    """
+
+    def __init__(self, core: Core, limits: EngineLimits) -> None:
+        self.limits = limits
+        self.heartbeat = 0  # moves each step, each layer, each second when idle
+        self.failure: Exception | None = None
+        self._core = core
+        self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+        self._unread: deque[_Message] = deque()  # taken out of the inbox by an interrupt check
+        self._tickets: dict[str, EngineTicket] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._refusal: FtdError | None = None  # why new requests are refused
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._failed: asyncio.Event = asyncio.Event()
+        self._status = core.status()
+        core.beat = self._layer_border
+        self._thread = threading.Thread(target=self._run, name="ftd-engine", daemon=True)
+        self._thread.start()
+
+    # ---- on the event loop
+
+    def submit(self, request: EngineRequest) -> EngineTicket:
+        self._loop = asyncio.get_running_loop()
+        if self._refusal is not None:
+            raise self._refusal
+        check_request(request, self.limits)
+        most = self.limits.max_running + self.limits.max_waiting
+        if len(self._tickets) >= most:
+            raise QueueFull(
+                f"{len(self._tickets)} requests run or wait, {most} is the most",
+                hint="retry later, or start ftd with a larger --max-waiting",
+                retry_after_s=retry_after_s(self._status),
+            )
+        assert request.request_id not in self._tickets, request.request_id
+        ticket = EngineTicket(self, request.request_id)
+        self._tickets[request.request_id] = ticket
+        self._idle.clear()
+        self._send(_Add(request))
+        return ticket
+
+    def cancel(self, request_id: str, reason: str) -> bool:
+        ticket = self._tickets.get(request_id)
+        if ticket is None:
+            return False
+        self._send(_End(request_id))
+        self._end_with(ticket, RequestCancelled(f"request {request_id} was cancelled: {reason}"))
+        return True
+
+    def status(self) -> EngineStatus:
+        return self._status
+
+    async def wait_failed(self) -> Exception:
+        """Return the cause once the engine has failed; every request has had its error by then."""
+        await self._failed.wait()
+        assert self.failure is not None
+        return self.failure
+
+    async def at_safe_point(self, run: Callable[[Any], Any]) -> Any:
+        """Run ``run(core)`` on the engine thread between two steps and return its result."""
+        if self._refusal is not None and not self._thread.is_alive():
+            raise self._refusal
+        done: Future[Any] = Future()
+        self._send(_Call(run, done))
+        return await asyncio.wrap_future(done)
+
+    async def drain(self, timeout_s: float) -> bool:
+        if self._refusal is None:
+            self._refusal = NotReady(
+                "the model is being drained: it takes no new requests",
+                hint="retry shortly",
+                retry_after_s=5,
+            )
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self, cause: Exception | None = None) -> None:
+        self._refusal = _as_refusal(cause)
+        self._send(_Close())
+        for ticket in list(self._tickets.values()):
+            self._end_with(ticket, self._refusal)
+        await asyncio.to_thread(self._thread.join, JOIN_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise EngineFailed(
+                f"the engine thread did not stop within {JOIN_TIMEOUT_S:.0f} s",
+                hint="its memory is not given back before the process ends",
+            )
+
+    def _end_with(self, ticket: EngineTicket, error: Exception) -> None:
+        finish = Finish.CANCELLED if isinstance(error, RequestCancelled) else Finish.ERROR
+        self._forget(ticket)
+        ticket._push(Output(ticket.request_id, finish=finish, error=error))
+
+    def _forget(self, ticket: EngineTicket) -> None:
+        self._tickets.pop(ticket.request_id, None)
+        if not self._tickets:
+            self._idle.set()
+
+    def _dispatch(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            ticket = self._tickets.get(output.request_id)
+            if ticket is None:  # ended while its step ran: the surplus is thrown away
+                continue
+            if output.finish is not None:
+                self._forget(ticket)
+            ticket._push(output)
+
+    def _fail_all(self, cause: Exception) -> None:
+        self._refusal = NotReady(
+            f"the engine failed: {cause}", hint="retry shortly", retry_after_s=5
+        )
+        for ticket in list(self._tickets.values()):
+            self._end_with(ticket, cause)
+        self._failed.set()
+
+    # ---- from any thread
+
+    def _send(self, message: _Message) -> None:
+        self._inbox.put(message)
+
+    def _on_loop(self, call: Callable[..., None], *args: Any) -> None:
+        try:
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(call, *args)
+        except RuntimeError:
+            pass  # the loop is closed: nobody is left to be told
+
+    # ---- on the engine thread
+
+    def _run(self) -> None:
+        try:
+            while self._safe_point():
+                if self._core.has_work():
+                    self._step()
+                self._publish()
+        except Exception as error:
+            log.exception("engine.failed")
+            cause = (
+                error if isinstance(error, FtdError) else EngineFailed(f"a step failed: {error!r}")
+            )
+            if cause is not error:
+                cause.__cause__ = error
+            self.failure = cause
+            self._on_loop(self._fail_all, cause)
+        finally:
+            self._refuse_calls()
+            self._core.close()
+            self._publish()
+
+    def _safe_point(self) -> bool:
+        """Obey what has arrived; wait for something if there is no work. False: close."""
+        self.heartbeat += 1
+        wait_s = None if self._core.has_work() else IDLE_BEAT_S
+        for message in self._arrived(wait_s):
+            match message:
+                case _Add(request):
+                    self._core.add(request)
+                case _End(request_id):
+                    self._core.end(request_id)
+                case _Call(run, done):
+                    self._call(run, done)
+                case _Close():
+                    return False
+        return True
+
+    def _arrived(self, wait_s: float | None) -> list[_Message]:
+        messages = list(self._unread)
+        self._unread.clear()
+        if not messages and wait_s is not None:
+            try:
+                messages.append(self._inbox.get(timeout=wait_s))
+            except queue.Empty:
+                return messages
+        return messages + _drain(self._inbox)
+
+    def _step(self) -> None:
+        try:
+            outputs = self._core.step()
+        except StepInterrupted:
+            return  # nothing was committed; the messages wait in ``_unread``
+        if outputs:
+            self._on_loop(self._dispatch, outputs)
+
+    def _layer_border(self) -> None:
+        """Called by the core at each layer: give up a step whose prefill nobody wants any more."""
+        self.heartbeat += 1
+        if self._inbox.empty():
+            return
+        self._unread.extend(_drain(self._inbox))
+        for message in self._unread:
+            if isinstance(message, _Close) or (
+                isinstance(message, _End) and self._core.in_prefill(message.request_id)
+            ):
+                raise StepInterrupted
+
+    def _call(self, run: Callable[[Any], Any], done: Future[Any]) -> None:
+        if not done.set_running_or_notify_cancel():
+            return
+        try:
+            done.set_result(run(self._core))
+        except Exception as error:
+            done.set_exception(error)
+
+    def _refuse_calls(self) -> None:
+        for message in itertools.chain(self._unread, _drain(self._inbox)):
+            if isinstance(message, _Call):
+                message.done.set_exception(NotReady("the engine is closed", retry_after_s=5))
+
+    def _publish(self) -> None:
+        self._status = self._core.status()
+
+
+def check_request(request: EngineRequest, limits: EngineLimits) -> None:
+    """Refuse what can never run. Raises ContextExceeded or RequestInvalid."""
+    tokens = len(request.prompt_ids)
+    if tokens == 0:
+        raise RequestInvalid("the prompt has 0 tokens, at least 1 is needed", param="prompt")
+    worst = max(request.prompt_ids)
+    if worst >= limits.vocab or min(request.prompt_ids) < 0:
+        raise RequestInvalid(
+            f"a prompt token id is {worst}, the model's ids are 0 to {limits.vocab - 1}",
+            param="prompt",
+        )
+    # one token of room: a prompt that fills the context could not be answered
+    if tokens >= limits.context_tokens and limits.context_tokens <= limits.pool_tokens:
+        raise ContextExceeded(tokens, limits.context_tokens - 1, setting="--context")
+    if tokens >= limits.pool_tokens:
+        raise ContextExceeded(tokens, limits.pool_tokens - 1, setting="--kv-tokens")
+    assert request.max_tokens >= 1, request.max_tokens
+
+
+def retry_after_s(status: EngineStatus) -> float:
+    """When a place in a full queue may be free: the oldest request's age is a fair guess."""
+    oldest = max((r.age_s for r in status.requests), default=1.0)
+    return float(min(30, max(1, round(oldest / max(1, status.running)))))
+
+
+def _as_refusal(cause: Exception | None) -> FtdError:
+    if isinstance(cause, FtdError):
+        return cause
+    return NotReady("the model is no longer loaded", hint="retry shortly", retry_after_s=5)
+
+
+def _drain(inbox: queue.SimpleQueue[_Message]) -> list[_Message]:
+    messages = []
+    while True:
+        try:
+            messages.append(inbox.get_nowait())
+        except queue.Empty:
+            return messages
