@@ -64,10 +64,8 @@ class Output:
     request_id: str
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()  # one for each of ``tokens`` if asked for
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # once, before the first token
-    reused_tokens: int | None = (
-        None  # prompt tokens found in the prefix cache; with the first output
-    )
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # before the first token
+    reused_tokens: int | None = None  # found in the prefix cache; with the first output
     finish: Finish | None = None
     error: Exception | None = None  # an FtdError, with finish == ERROR or CANCELLED
 
@@ -130,7 +128,7 @@ class EngineLimits:
 
 
 class Ticket(Protocol):
-    """A submitted request, on the event loop. Iterating gives its outputs; the last has ``finish``."""
+    """A submitted request, on the event loop: iterate its outputs; the last has ``finish``."""
 
     request_id: str
 
@@ -172,5 +170,5 @@ class EngineHandle(Protocol):
         ...
 
     async def close(self, cause: Exception | None = None) -> None:
-        """End every request with ``cause`` (default: NotReady), stop the thread, free the memory."""
+        """End every request with ``cause`` (default: NotReady), stop, free the memory."""
         ...

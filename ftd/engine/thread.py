@@ -381,6 +381,14 @@ def _as_refusal(cause: Exception | None) -> FtdError:
     return NotReady("the model is no longer loaded", hint="retry shortly", retry_after_s=5)
 
 
+def _as_failure(error: Exception) -> FtdError:
+    if isinstance(error, FtdError):
+        return error
+    failure = EngineFailed(f"a step failed: {error!r}", hint="the log has the traceback")
+    failure.__cause__ = error
+    return failure
+
+
 def _drain(inbox: queue.SimpleQueue[_Message]) -> list[_Message]:
     messages = []
     while True:

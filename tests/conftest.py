@@ -1,0 +1,24 @@
+"""Fixtures shared by the whole tree."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is decorated
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores: torch's threads would fight the pool's
+
+import pytest
+
+DATA = Path(__file__).parent / "data"
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    return DATA
+
+
+@pytest.fixture(scope="session")
+def script_model_dir() -> Path:
+    """The tiny MoE that answers each scripted prompt of ``scripts.yaml`` with exactly its text."""
+    return DATA / "script-model"
