@@ -6,6 +6,7 @@
     │   ├── ModelNotFound          model_not_found         404   no such directory, hub id or alias
     │   └── UnsupportedModel       model_unsupported       422   a model_type or format we do not have
     ├── BudgetExceeded             budget_exceeded         409   a plan that does not fit
+    ├── Busy                       busy                    409   one reload, drain or load at a time
     ├── RequestInvalid             (see below)             400   one field of a request
     │   ├── ContextExceeded        context_length_exceeded 400   prompt longer than context or pool
     │   └── BodyTooLarge           request_too_large       413
@@ -55,6 +56,10 @@ class UnsupportedModel(CheckpointError):
 
 class BudgetExceeded(FtdError):
     code, status = "budget_exceeded", 409
+
+
+class Busy(FtdError):
+    code, status = "busy", 409
 
 
 class RequestInvalid(FtdError):

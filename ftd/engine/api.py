@@ -148,6 +148,11 @@ class EngineHandle(Protocol):
     """The engine as the event loop sees it. Every method is called on the loop."""
 
     limits: EngineLimits
+    heartbeat: int  # moves each step, each layer of a prefill, each second when idle
+
+    async def wait_failed(self) -> Exception:
+        """Return the cause once the engine has failed; every request has had its error by then."""
+        ...
 
     def submit(self, request: EngineRequest) -> Ticket:
         """Queue a request; returns at once.
