@@ -355,10 +355,11 @@ def check_request(request: EngineRequest, limits: EngineLimits) -> None:
     tokens = len(request.prompt_ids)
     if tokens == 0:
         raise RequestInvalid("the prompt has 0 tokens, at least 1 is needed", param="prompt")
-    worst = max(request.prompt_ids)
-    if worst >= limits.vocab or min(request.prompt_ids) < 0:
+    low, high = min(request.prompt_ids), max(request.prompt_ids)
+    if low < 0 or high >= limits.vocab:
         raise RequestInvalid(
-            f"a prompt token id is {worst}, the model's ids are 0 to {limits.vocab - 1}",
+            f"a prompt token id is {low if low < 0 else high}, "
+            f"the model's ids are 0 to {limits.vocab - 1}",
             param="prompt",
         )
     # one token of room: a prompt that fills the context could not be answered
