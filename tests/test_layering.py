@@ -1,0 +1,84 @@
+"""Imports point one way: http → text → schedule → engine → model → experts, kv → kernels."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EVERYWHERE = {"errors", "units", "config", "log"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "kernels": set(),
+    "kv": {"kernels", "model.spec"},
+    "experts": {"kernels", "model.spec", "model.architecture"},
+    "checkpoint": {"kernels", "experts", "model"},
+    "model": {"kernels", "experts", "kv"},
+    "memory": {"kernels", "experts", "kv", "model"},
+    "schedule": {"engine.api"},
+    "engine": {"kernels", "kv", "experts", "model", "checkpoint", "memory", "schedule"},
+    "text": {"engine.api"},
+    "http": {"text", "engine.api", "lifecycle"},
+    "control": {"engine.api", "lifecycle", "check"},
+    "lifecycle": {"engine", "text", "memory", "checkpoint", "model"},
+    "check": {"kernels", "experts", "kv", "model", "memory", "checkpoint", "text", "engine"},
+    "systemd": {"lifecycle"},
+    "daemon": {"lifecycle", "http", "control", "systemd", "engine.api", "kernels"},
+    "cli": {"daemon", "check"},
+    "__main__": {"cli"},
+}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Dotted names below ``ftd`` that a file imports, relative ones resolved."""
+    package = ["ftd", *path.relative_to(ROOT / "ftd").parent.parts]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            found |= {f"{module}.{alias.name}" for alias in node.names}
+    return {name.removeprefix("ftd.") for name in found if name.startswith("ftd.")}
+
+
+def sources() -> list[Path]:
+    return sorted(p for p in (ROOT / "ftd").rglob("*.py") if p.name != "__init__.py")
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_down(path: Path):
+    home = path.relative_to(ROOT / "ftd").with_suffix("").parts[0]
+    if home in EVERYWHERE:
+        allowed: set[str] = set()
+    else:
+        allowed = MAY_IMPORT[home] | {home}
+    for name in imports_of(path):
+        top = name.split(".")[0]
+        if top in EVERYWHERE or top == "__version__":
+            continue
+        assert any(name == a or name.startswith(a + ".") for a in allowed), f"{path}: {name}"
+
+
+@pytest.mark.parametrize("module", ["ftctl.cli", "ftd.control.protocol", "ftd.control.client"])
+def test_the_control_client_starts_without_torch_and_aiohttp(module: str):
+    probe = f"import sys, {module}; print(*{{'torch', 'aiohttp', 'numpy'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+def test_nothing_of_ours_is_importable_as_top_level_kernels(tmp_path: Path):
+    probe = "import importlib.util as u; print(u.find_spec('kernels'), u.find_spec('ftd.kernels.ops').name)"
+    done = subprocess.run(
+        [sys.executable, "-c", probe], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["None", "ftd.kernels.ops"]
+
+
+def test_every_word_of_the_layer_table_is_a_place_in_the_tree():
+    for home in MAY_IMPORT:
+        assert (ROOT / "ftd" / home).is_dir() or (ROOT / "ftd" / f"{home}.py").is_file(), home
