@@ -2,6 +2,7 @@
 
     FtdError                       code                    HTTP
     ├── ConfigError                config_invalid          400   a flag, file key or variable
+    ├── AddressInUse               address_in_use          409   another process has the port or socket
     ├── CheckpointError            checkpoint_invalid      422   a model directory that cannot be served
     │   ├── ModelNotFound          model_not_found         404   no such directory, hub id or alias
     │   └── UnsupportedModel       model_unsupported       422   a model_type or format we do not have
@@ -13,6 +14,8 @@
     ├── Unauthorized               invalid_api_key         401
     ├── QueueFull                  rate_limit_exceeded     429   Retry-After
     ├── NotReady                   model_not_ready         503   loading, draining, failed: Retry-After
+    ├── TimedOut                   timed_out               504   a command that waited long enough
+    ├── LoadFailed                 load_failed             500   a model that failed after every check
     ├── RequestCancelled           request_cancelled       499   cancelled by an operator or a reload
     └── EngineFailed               engine_failed           500   a step failed; the log has the cause
 
@@ -40,6 +43,10 @@ class FtdError(Exception):
 
 class ConfigError(FtdError):
     code, status = "config_invalid", 400
+
+
+class AddressInUse(FtdError):
+    code, status = "address_in_use", 409
 
 
 class CheckpointError(FtdError):
@@ -103,6 +110,14 @@ class QueueFull(FtdError):
 
 class NotReady(FtdError):
     code, status = "model_not_ready", 503
+
+
+class TimedOut(FtdError):
+    code, status = "timed_out", 504
+
+
+class LoadFailed(FtdError):
+    code, status = "load_failed", 500
 
 
 class RequestCancelled(FtdError):
