@@ -1,0 +1,173 @@
+"""What each command does; what it is called and what it brings stands in ``protocol``."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from ftd import __version__
+from ftd.control import protocol as p
+from ftd.errors import NotReady, RequestInvalid
+from ftd.lifecycle import Lifecycle
+from ftd.served import How
+from ftd.succession import fits_beside
+
+INTERVAL_S = (0.05, 60.0)  # between two results of watch
+
+
+class LifecycleCommands:
+    """Commands over a lifecycle.
+
+    Args:
+        stop: asks the daemon to end; returns at once.
+    """
+
+    def __init__(self, lifecycle: Lifecycle, *, stop: Callable[[], None]) -> None:
+        self.http = ""  # the address listened on, once it is known
+        self._lifecycle = lifecycle
+        self._stop = stop
+        self._began_s = time.monotonic()
+
+    async def run(self, command: p.Command[Any]) -> Any:
+        """Raises FtdError: the command is refused, and nothing has changed unless it says so."""
+        match command:
+            case p.Status():
+                return self._status()
+            case p.Health():
+                return self._health()
+            case p.Requests():
+                return self._requests()
+            case p.Experts():
+                return self._experts()
+            case p.Cancel(request_id):
+                return self._cancel(request_id)
+            case p.Check(model):
+                return await self._check(model)
+            case p.Reload(model, how, timeout_s):
+                return await self._reload(model, How(how), timeout_s)
+            case p.Drain(timeout_s):
+                return await self._drain(timeout_s)
+            case p.Stop():
+                self._stop()
+                return p.StopResult(os.getpid())
+        raise AssertionError(command)
+
+    async def stream(self, command: p.Command[Any]) -> AsyncIterator[p.StatusResult]:
+        assert isinstance(command, p.Watch), command
+        shortest, longest = INTERVAL_S
+        if not shortest <= command.interval_s <= longest:
+            raise RequestInvalid(
+                f"interval_s is {command.interval_s:g}, {shortest:g} to {longest:g} s are possible",
+                param="interval_s",
+            )
+        while True:
+            yield self._status()
+            await asyncio.sleep(command.interval_s)
+
+    def progress(self) -> p.Progress:
+        progress, model = self._lifecycle.progress, self._lifecycle.model
+        engine = model.engine.status() if model else None
+        return p.Progress(
+            phase=str(progress.phase if progress else self._lifecycle.state),
+            done_bytes=progress.done_bytes if progress else 0,
+            total_bytes=progress.total_bytes if progress else 0,
+            running=engine.running if engine else 0,
+            waiting=engine.waiting if engine else 0,
+        )
+
+    def _status(self) -> p.StatusResult:
+        lifecycle, model = self._lifecycle, self._lifecycle.model
+        health = lifecycle.health()
+        return p.StatusResult(
+            version=__version__,
+            pid=os.getpid(),
+            uptime_s=round(time.monotonic() - self._began_s, 3),
+            state=health["status"],
+            ready=health["ready"],
+            cause=health["cause"],
+            last_failure=lifecycle.last_failure,
+            model=model.name if model else None,
+            path=str(model.path) if model else None,
+            http=self.http,
+            rss_bytes=_rss_bytes(),
+            progress=self.progress() if lifecycle.progress else None,
+            limits=model.limits if model else None,
+            engine=replace(model.engine.status(), requests=()) if model else None,
+        )
+
+    def _health(self) -> p.HealthResult:
+        health = self._lifecycle.health()
+        return p.HealthResult(health["status"], health["ready"], health["cause"])
+
+    def _requests(self) -> p.RequestsResult:
+        model = self._lifecycle.model
+        if model is None:
+            return p.RequestsResult(None, ())
+        return p.RequestsResult(model.name, model.engine.status().requests)
+
+    def _experts(self) -> p.ExpertsResult:
+        model = self._lifecycle.model or self._lifecycle.current()
+        status = model.engine.status()
+        if not status.slots_total:
+            raise NotReady(
+                f"{model.name} is served without expert slots: every expert is computed in place",
+                hint="ftd --expert-slots N or --vram turns them on",
+            )
+        return p.ExpertsResult(
+            slots_total=status.slots_total,
+            slots_used=status.slots_used,
+            hits=status.expert_hits,
+            misses=status.expert_misses,
+            fetched=status.expert_fetched,
+            evicted=status.expert_evicted,
+        )
+
+    def _cancel(self, request_id: str) -> p.CancelResult:
+        model = self._lifecycle.model
+        if model is None or not model.engine.cancel(request_id, "by an operator"):
+            raise RequestInvalid(
+                f"no request {request_id!r} is running or waiting",
+                param="request_id",
+                hint="ftctl requests lists them",
+            )
+        return p.CancelResult(request_id)
+
+    async def _check(self, model: str | None) -> p.CheckResult:
+        name, preflight = await self._lifecycle.check(model)
+        memory = preflight.device or preflight.host
+        return p.CheckResult(
+            model=name,
+            report=preflight.report,
+            need_bytes=memory.need_bytes,
+            free_bytes=memory.free_bytes,
+            fits_beside=fits_beside(preflight),
+        )
+
+    async def _reload(self, model: str | None, how: How, timeout_s: float | None) -> p.ReloadResult:
+        done = await self._lifecycle.reload(model, how, self._timeout_s(timeout_s))
+        return p.ReloadResult(**asdict(done))
+
+    async def _drain(self, timeout_s: float | None) -> p.DrainResult:
+        began_s = time.monotonic()
+        await self._lifecycle.drain(self._timeout_s(timeout_s))
+        model = self._lifecycle.model
+        return p.DrainResult(model.name if model else "", round(time.monotonic() - began_s, 3))
+
+    def _timeout_s(self, given_s: float | None) -> float:
+        if given_s is None:
+            return self._lifecycle.config.drain_timeout
+        if not 0 <= given_s <= 86400:
+            raise RequestInvalid(
+                f"timeout_s is {given_s:g}, 0 to 86400 s are possible", param="timeout_s"
+            )
+        return given_s
+
+
+def _rss_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

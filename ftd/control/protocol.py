@@ -1,0 +1,328 @@
+"""What ``ftctl`` and ``ftd`` say to each other: JSON lines over a Unix socket.
+
+    → {"protocol": 1, "command": "reload", "model": "/models/b", "how": "drain", "timeout_s": 60.0}
+    ← {"progress": {"phase": "reading weights", "done_bytes": 8192, "total_bytes": 65536}}
+    ← {"result": {"model": "b", "was": "a", ...}}      or
+    ← {"error": {"code": "checkpoint_invalid", "message": "...", "hint": "..."}}
+
+A connection carries any number of commands, one after the other. Every line from ftd has exactly
+one of the keys above; a stream is many results and ends with the connection. Fields are only ever
+added: a client ignores those it does not know; ftd refuses unknown ones, for a flag that is
+silently ignored is worse than an error. Imports neither torch nor aiohttp.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import typing
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from enum import StrEnum
+from typing import Any, Generic, Literal, TypeVar
+
+import orjson
+
+from ftd.engine.api import EngineLimits, EngineStatus, RequestInfo
+
+PROTOCOL = 1  # raised when an old client would misread what a new ftd says, or the other way round
+LINE_LIMIT_BYTES = 64 * 1024  # of a command; answers may be longer
+
+R = TypeVar("R")
+
+
+class At(StrEnum):
+    """When a command runs."""
+
+    ANY_TIME = "any time"  # reads a snapshot
+    SAFE_POINT = "safe point"  # changes the engine between two steps
+    BESIDE = "beside"  # takes long: runs beside the engine, which is changed at a safe point
+
+
+class Command(Generic[R]):
+    """Base of all commands; ``R`` is what the answer holds."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A row of the table of commands."""
+
+    name: str
+    command: type[Command[Any]]
+    result: type[Any]
+    at: At
+    stream: bool
+
+
+COMMANDS: dict[str, Entry] = {}
+_ENTRY_OF: dict[type[Command[Any]], Entry] = {}
+
+C = TypeVar("C", bound=type[Command[Any]])
+
+
+def command(name: str, *, at: At, result: type[Any], stream: bool = False) -> Callable[[C], C]:
+    def enter(cls: C) -> C:
+        assert name not in COMMANDS, name
+        COMMANDS[name] = _ENTRY_OF[cls] = Entry(name, cls, result, at, stream)
+        return cls
+
+    return enter
+
+
+def entry_of(instance: Command[Any]) -> Entry:
+    return _ENTRY_OF[type(instance)]
+
+
+# ---- parts of answers
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    code: str
+    message: str
+    hint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    phase: str
+    done_bytes: int = 0
+    total_bytes: int = 0  # 0: the phase has no measure
+    running: int = 0  # requests that have not ended yet
+    waiting: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StatusResult:
+    version: str
+    pid: int
+    uptime_s: float
+    state: str  # loading, ready, draining, reloading, failed, stopped
+    ready: bool
+    cause: str | None  # why it is not ready
+    last_failure: str | None  # of an engine or a reload, until a reload succeeds
+    model: str | None
+    path: str | None
+    http: str
+    rss_bytes: int
+    progress: Progress | None = None
+    limits: EngineLimits | None = None
+    engine: EngineStatus | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HealthResult:
+    state: str
+    ready: bool
+    cause: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestsResult:
+    model: str | None
+    requests: tuple[RequestInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelResult:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadResult:
+    model: str
+    was: str | None
+    beside: bool  # the old model served until the new one was ready
+    drained: bool  # no request of the old model was cut
+    load_s: float
+    unready_s: float  # how long no model took requests
+
+
+@dataclass(frozen=True, slots=True)
+class DrainResult:
+    model: str
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StopResult:
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    model: str
+    report: tuple[str, ...]
+    need_bytes: int
+    free_bytes: int
+    fits_beside: bool  # a reload would not stop serving
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsResult:
+    """Where the experts are. Counters count (step, layer, distinct expert) since loading."""
+
+    slots_total: int
+    slots_used: int
+    hits: int
+    misses: int
+    fetched: int
+    evicted: int
+
+
+# ---- the table
+
+
+@command("status", at=At.ANY_TIME, result=StatusResult)
+@dataclass(frozen=True, slots=True)
+class Status(Command[StatusResult]):
+    pass
+
+
+@command("health", at=At.ANY_TIME, result=HealthResult)
+@dataclass(frozen=True, slots=True)
+class Health(Command[HealthResult]):
+    pass
+
+
+@command("watch", at=At.ANY_TIME, result=StatusResult, stream=True)
+@dataclass(frozen=True, slots=True)
+class Watch(Command[StatusResult]):
+    interval_s: float = 0.5
+
+
+@command("requests", at=At.ANY_TIME, result=RequestsResult)
+@dataclass(frozen=True, slots=True)
+class Requests(Command[RequestsResult]):
+    pass
+
+
+@command("experts", at=At.ANY_TIME, result=ExpertsResult)
+@dataclass(frozen=True, slots=True)
+class Experts(Command[ExpertsResult]):
+    pass
+
+
+@command("cancel", at=At.SAFE_POINT, result=CancelResult)
+@dataclass(frozen=True, slots=True)
+class Cancel(Command[CancelResult]):
+    request_id: str
+
+
+@command("check", at=At.BESIDE, result=CheckResult)
+@dataclass(frozen=True, slots=True)
+class Check(Command[CheckResult]):
+    model: str | None = None  # None: the one that is served
+
+
+@command("reload", at=At.BESIDE, result=ReloadResult)
+@dataclass(frozen=True, slots=True)
+class Reload(Command[ReloadResult]):
+    model: str | None = None  # None: the one that is served, read anew
+    how: Literal["drain", "cut"] = "drain"
+    timeout_s: float | None = None  # how long requests may go on; None: ftd's --drain-timeout
+
+
+@command("drain", at=At.BESIDE, result=DrainResult)
+@dataclass(frozen=True, slots=True)
+class Drain(Command[DrainResult]):
+    timeout_s: float | None = None
+
+
+@command("stop", at=At.ANY_TIME, result=StopResult)
+@dataclass(frozen=True, slots=True)
+class Stop(Command[StopResult]):
+    pass
+
+
+# ---- lines
+
+
+class Malformed(ValueError):
+    """A line that is not what the protocol says; the text says where."""
+
+
+def encode(message: Any) -> bytes:
+    return orjson.dumps(message, option=orjson.OPT_APPEND_NEWLINE)
+
+
+def encode_command(instance: Command[Any]) -> bytes:
+    facts = {f.name: getattr(instance, f.name) for f in fields(instance)}  # type: ignore[arg-type]
+    return encode({"protocol": PROTOCOL, "command": entry_of(instance).name, **facts})
+
+
+def decode_command(line: bytes) -> Command[Any]:
+    """Raises Malformed."""
+    message = decode_object(line)
+    if (version := message.pop("protocol", PROTOCOL)) != PROTOCOL:
+        raise Malformed(f"protocol {version!r} is spoken here as {PROTOCOL}: ftctl and ftd differ")
+    name = message.pop("command", None)
+    entry = COMMANDS.get(name) if isinstance(name, str) else None
+    if entry is None:
+        raise Malformed(f"unknown command {name!r}; known are {', '.join(sorted(COMMANDS))}")
+    try:
+        return typing.cast(Command[Any], build(entry.command, message, strict=True))
+    except Malformed as error:
+        raise Malformed(f"{name}: {error}") from None
+
+
+def decode_object(line: bytes) -> dict[str, Any]:
+    """Raises Malformed."""
+    try:
+        message = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise Malformed(f"not a line of JSON: {error}") from None
+    if not isinstance(message, dict):
+        raise Malformed(f"a JSON object was expected, {type(message).__name__} found")
+    return message
+
+
+def build(cls: type[R], values: Mapping[str, Any], *, strict: bool = False) -> R:
+    """A dataclass from parsed JSON, checked against its annotations.
+
+    Args:
+        strict: unknown fields are refused instead of ignored.
+    Raises:
+        Malformed: names the field, what was expected and what was found.
+    """
+    hints = _hints(typing.cast(Hashable, cls))
+    known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
+    if strict and (unknown := sorted(values.keys() - known.keys())):
+        raise Malformed(f"unknown field {unknown[0]!r}; known are {', '.join(known) or 'none'}")
+    found = {}
+    for name, field in known.items():
+        if name in values:
+            found[name] = _fit(values[name], hints[name], name, strict)
+        elif field.default is MISSING and field.default_factory is MISSING:
+            raise Malformed(f"field {name!r} is missing")
+    return cls(**found)
+
+
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _fit(value: Any, hint: Any, where: str, strict: bool) -> Any:
+    """``value`` as the annotation ``hint`` wants it."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in args:
+            return None
+        (hint,) = (a for a in args if a is not type(None))  # only ``X | None`` is used here
+        return _fit(value, hint, where, strict)
+    if origin is Literal:
+        if value in args:
+            return value
+        raise Malformed(f"{where}: one of {', '.join(map(repr, args))} expected, {value!r} found")
+    if origin is tuple and isinstance(value, list):
+        return tuple(_fit(v, args[0], f"{where}[{i}]", strict) for i, v in enumerate(value))
+    if is_dataclass(hint) and isinstance(value, dict):
+        return build(typing.cast(type[Any], hint), value, strict=strict)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, hint) and isinstance(value, bool) == (hint is bool):  # True is an int
+        return value
+    raise Malformed(f"{where}: {getattr(hint, '__name__', hint)} expected, {value!r} found")

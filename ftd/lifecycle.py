@@ -1,0 +1,466 @@
+"""Which model is served: load, reload, drain, fail, recover, stop.
+
+    loading ──► ready ◄──► reloading          A reload that is refused changes nothing.
+       │         │ ▲           │
+       ▼         ▼ │           ▼
+     failed   draining      failed ──► loaded again, or the process ends ──► stopped
+
+Lives on the event loop; whatever takes long runs on a thread beside it. One operation at a time:
+a second reload is refused. An operation runs to its end even if whoever asked for it leaves.
+Nothing here may keep an engine alive once it is closed: memory is what this is about.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import structlog
+
+from ftd.beside import cancel_all, on_thread, trim_memory
+from ftd.engine.api import EngineHandle, EngineRequest, Finish, Sampling
+from ftd.errors import Busy, EngineFailed, FtdError, LoadFailed, NotReady, TimedOut
+from ftd.served import Candidate, How, Models, Phase, Progress, Reloaded, ServedModel, State
+from ftd.succession import Preflight, fits_beside, recovery_delay_s, retry_after_s
+
+if TYPE_CHECKING:
+    from ftd.config import Config
+
+log = structlog.get_logger(__name__)
+
+DRAIN_TIMEOUT_S = 60.0  # how long running requests may take to finish, unless told otherwise
+CANCEL_TIMEOUT_S = 1.0  # a loader notices within one piece of reading; a stuck one is left behind
+_NO_MODEL = "no model is loaded; try ftctl reload MODEL"
+
+T = TypeVar("T")
+
+
+class Lifecycle:
+    """Owns the served model.
+
+    Args:
+        config: ``config.model`` is loaded first; the other settings hold for every model.
+        models: does the blocking work.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, config: Config, models: Models, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.state = State.LOADING
+        self.progress: Progress | None = None  # of the operation under way
+        self.model: ServedModel | None = None  # the loaded one, whether or not it takes requests
+        self.config = config  # of that model, or the last one
+        self.last_failure: str | None = None  # of an engine or a reload; a good reload clears it
+        self._models = models
+        self._clock = clock
+        self._cause = "the model is loading"
+        self._accepting = False
+        self._pieces = 0  # of loading that have been done
+        self._operation: asyncio.Task[Any] | None = None
+        self._changed = asyncio.Event()  # replaced at each change
+        self._stopping = threading.Event()  # read by loader threads
+        self._cutting = asyncio.Event()  # nobody waits for requests to finish any longer
+        self._failures_s: list[float] = []
+
+    # ---- what anybody may ask at any time
+
+    @property
+    def ready(self) -> bool:
+        """Whether a model takes requests: after its first real step, until it fails or goes."""
+        return self._accepting
+
+    @property
+    def heartbeat(self) -> int:
+        """Differs from its last value if whoever works now has moved on."""
+        if self.model and self.state is not State.FAILED:
+            return self.model.engine.heartbeat
+        if self.progress and self.progress.phase is Phase.READING:
+            return self._pieces
+        return time.monotonic_ns()  # only the loop itself is at work
+
+    def current(self) -> ServedModel:
+        """The model that takes requests now. Raises NotReady with cause and Retry-After."""
+        if self.model is None or not self._accepting:
+            raise self._not_ready()
+        return self.model
+
+    async def wait_ready(self, timeout_s: float) -> ServedModel:
+        """The model that takes requests, waiting while something is under way that may bring one.
+
+        Raises:
+            NotReady: nothing is under way, or it took longer than ``timeout_s``.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._accepting and self._may_become_ready():
+                    await self._changed.wait()
+        except TimeoutError:
+            pass
+        return self.current()
+
+    async def wait_changed(self) -> None:
+        """Wait until state, model or operation differ."""
+        await self._changed.wait()
+
+    def health(self) -> dict[str, Any]:
+        refusal = None if self._accepting else self._not_ready()
+        return {
+            "status": str(self.state),
+            "ready": self._accepting,
+            "model": self.model.name if self.model else None,
+            "cause": refusal.message if refusal else None,
+            "retry_after_s": refusal.retry_after_s if refusal else None,
+            "last_failure": self.last_failure,
+            "progress": self.progress.facts() if self.progress else None,
+        }
+
+    # ---- operations
+
+    async def load(self) -> None:
+        """Load the model that the configuration names. Raises what was wrong with it."""
+        await self._run("load", self._load_first())
+
+    async def check(self, model: str | None = None) -> tuple[str, Preflight]:
+        """Check a model's headers, config, plan, tokenizer and template; changes nothing."""
+        candidate = await self._run("check", self._look_at(model))
+        return candidate.source.name, candidate.preflight
+
+    async def reload(
+        self, model: str | None = None, how: How = How.DRAIN, timeout_s: float = DRAIN_TIMEOUT_S
+    ) -> Reloaded:
+        """Serve another model, or the same one read anew.
+
+        The next model is checked before the old one is touched. If both fit, it is loaded beside;
+        otherwise the old one's requests finish (for at most ``timeout_s``) or are cut, it is freed,
+        and the next is loaded; should that fail, the old one is loaded again.
+
+        Args:
+            how: CUT ends requests at once with NotReady and a Retry-After.
+        Raises:
+            CheckpointError, BudgetExceeded, ConfigError, Busy: refused; the old model serves on.
+            LoadFailed: the old model serves (again), unless the message says that it could not.
+        """
+        return await self._run("reload", self._reload(model, how, timeout_s))
+
+    async def drain(self, timeout_s: float = DRAIN_TIMEOUT_S) -> None:
+        """Take no new requests and wait for those there are. Raises TimedOut, NotReady."""
+        await self._run("drain", self._drain(timeout_s))
+
+    def cut(self) -> None:
+        """Let nothing wait for running requests any longer."""
+        self._cutting.set()
+
+    async def stop(self, timeout_s: float) -> None:
+        """End for good: give up loading, let requests finish for ``timeout_s``, cut the rest."""
+        give_up_s = self._clock() + timeout_s
+        self._stopping.set()
+        self._stand(State.DRAINING, "ftd is stopping", accepting=False)
+        await self._abandon_operation()
+        if self.model:
+            await self._empty(self.model.engine, How.DRAIN, give_up_s - self._clock())
+            await _close(self.model.engine, NotReady("ftd is stopping", retry_after_s=5))
+            self.model = None
+        self._stand(State.STOPPED, "ftd has stopped", accepting=False)
+
+    async def supervise(self) -> NoReturn:
+        """Load the model again when its engine fails. Raises EngineFailed if it fails too often."""
+        while True:
+            cause = self.last_failure = str(await self._engine_failure())
+            failed = self.model
+            log.error("engine.failed", model=failed and failed.name, cause=cause)
+            self._stand(State.FAILED, cause, accepting=False)
+            if self._operation:  # it may be replacing the failed model anyway
+                await asyncio.wait({self._operation})
+            replaced = failed is not self.model
+            del failed  # or it would live as long as its successor
+            if not replaced and not self._stopping.is_set():
+                await self._run("recovery", self._recover(cause))
+
+    # ---- how operations are run
+
+    async def _run(self, name: str, operation: Coroutine[Any, Any, T]) -> T:
+        if self._operation or self._stopping.is_set():
+            operation.close()
+            other = self._operation.get_name() if self._operation else "stop"
+            raise Busy(
+                f"no {name} now: a {other} is under way ({self.progress or self.state})",
+                hint="ftctl watch shows when it is over",
+            )
+        task = asyncio.get_running_loop().create_task(operation, name=name)
+        self._operation = task
+        task.add_done_callback(self._operation_ended)
+        return await asyncio.shield(task)
+
+    def _operation_ended(self, task: asyncio.Task[Any]) -> None:
+        self._operation = self.progress = None
+        self._notify()
+        if not task.cancelled() and (error := task.exception()):
+            surprise = None if isinstance(error, FtdError) else error
+            tell = log.error if surprise else log.warning
+            tell("operation.failed", operation=task.get_name(), error=str(error), exc_info=surprise)
+
+    async def _abandon_operation(self) -> None:
+        """A load notices ``_stopping`` by itself; whatever waits longer is cancelled."""
+        if task := self._operation:
+            await asyncio.wait({task}, timeout=CANCEL_TIMEOUT_S)
+            task.cancel()
+            await asyncio.wait({task}, timeout=CANCEL_TIMEOUT_S)
+
+    def _may_become_ready(self) -> bool:
+        under_way = self._operation and self._operation.get_name() not in ("drain", "check")
+        return bool(under_way) and not self._stopping.is_set()
+
+    # ---- the operations
+
+    async def _load_first(self) -> None:
+        began_s = self._clock()
+        try:
+            self._serve(await self._open(await self._look_at(None)))
+        except BaseException as error:
+            self._stand(State.FAILED, str(error) or "loading was given up", accepting=False)
+            raise
+        log.info("model.loaded", model=self.config.model, load_s=self._since(began_s))
+
+    async def _reload(self, name: str | None, how: How, timeout_s: float) -> Reloaded:
+        before = self.state, self._cause, self._accepting
+        was = self.model.name if self.model else None
+        began_s = self._clock()
+        fresh = None
+        self._stand(State.RELOADING, "the model is being replaced", accepting=self._accepting)
+        try:
+            candidate = await self._look_at(name)
+            if self.model and fits_beside(candidate.preflight):
+                fresh = await self._open(candidate)
+        except BaseException:
+            if self.state is State.RELOADING:  # else the old engine has failed meanwhile
+                self._stand(before[0], before[1], accepting=before[2])
+            raise
+        if fresh:
+            load_s, unready_s = self._since(began_s), 0.0
+            drained = await self._switch(fresh, candidate, how, timeout_s)
+        else:
+            left_s = self._clock()
+            drained = await self._make_room(how, timeout_s)
+            began_s = self._clock()
+            await self._replace(candidate, was if before[0] is not State.FAILED else None)
+            load_s, unready_s = self._since(began_s), self._since(left_s)
+        self.last_failure = None
+        done = Reloaded(candidate.source.name, was, fresh is not None, drained, load_s, unready_s)
+        log.info("model.reloaded", model=done.model, was=was, load_s=load_s, unready_s=unready_s)
+        return done
+
+    async def _switch(
+        self, fresh: ServedModel, candidate: Candidate, how: How, timeout_s: float
+    ) -> bool:
+        """Serve ``fresh`` at once; the old model's requests finish. False: some were cut."""
+        assert self.model is not None
+        engine, self.config = self.model.engine, candidate.config
+        self._serve(fresh)
+        try:
+            return await self._empty(engine, how, timeout_s)
+        finally:
+            await _close(engine, NotReady("the model was replaced", retry_after_s=1))
+            del engine
+            await on_thread(trim_memory)
+
+    async def _make_room(self, how: How, timeout_s: float) -> bool:
+        """Free the old model. False: some of its requests were cut."""
+        self._stand(self.state, "the model is being replaced", accepting=False)
+        if self.model is None:
+            return True
+        engine, self.model = self.model.engine, None
+        try:
+            return await self._empty(engine, how, timeout_s)
+        finally:
+            await _close(engine, NotReady("the model is being replaced", retry_after_s=5))
+            del engine
+            await on_thread(trim_memory)
+
+    async def _replace(self, candidate: Candidate, old_name: str | None) -> None:
+        """Load into the room made; if that fails, load the old model (None: there was none)."""
+        try:
+            self._serve(await self._open(candidate))
+        except Exception as error:
+            failure = f"loading {candidate.source.name} failed: {error}"
+        else:
+            self.config = candidate.config
+            return
+        self.last_failure = failure
+        if old_name is None or self._stopping.is_set():
+            self._stand(State.FAILED, failure, accepting=False)
+            raise LoadFailed(failure, hint=_NO_MODEL)
+        log.error("model.load_failed", model=candidate.source.name, error=failure)
+        try:
+            self._serve(await self._open(await self._look_at(None)))
+        except Exception as error:
+            failure = f"{failure}; loading {old_name} again failed too: {error}"
+            self._stand(State.FAILED, failure, accepting=False)
+            raise LoadFailed(failure, hint=_NO_MODEL) from error
+        raise LoadFailed(failure, hint=f"{old_name} was loaded again and serves")
+
+    async def _drain(self, timeout_s: float) -> None:
+        model = self.model if self.state is State.DRAINING else self.current()
+        assert model is not None
+        self._stand(State.DRAINING, "the model is being drained", accepting=False)
+        if not await self._empty(model.engine, How.DRAIN, timeout_s):
+            left = model.engine.status()
+            raise TimedOut(
+                f"{left.running} running and {left.waiting} waiting requests are left after "
+                f"{timeout_s:g} s; new ones are still refused",
+                hint="drain again, cancel them, or ftctl reload to serve again",
+            )
+        log.info("model.drained", model=model.name)
+
+    async def _recover(self, cause: str) -> None:
+        """Load the failed model again, waiting longer each time."""
+        while True:
+            self._failures_s.append(self._clock())
+            delay_s = recovery_delay_s(self._failures_s, self._clock())
+            if delay_s is None:
+                raise EngineFailed(f"the engine failed too often, at last: {cause}")
+            self._phase(Phase.WAITING)
+            if self.model:
+                engine, self.model = self.model.engine, None
+                await _close(engine, NotReady(f"the engine failed: {cause}", retry_after_s=5))
+                del engine
+                await on_thread(trim_memory)
+            await asyncio.sleep(delay_s)
+            try:
+                self._serve(await self._open(await self._look_at(None)))
+            except Exception as error:
+                cause = f"loading {self.config.model} again failed: {error}"
+                log.error("engine.not_recovered", failures=len(self._failures_s), cause=cause)
+                self.last_failure = cause
+                self._stand(State.FAILED, cause, accepting=False)
+            else:
+                log.warning("engine.recovered", model=self.config.model, cause=cause)
+                return
+
+    # ---- steps of operations
+
+    async def _look_at(self, model: str | None) -> Candidate:
+        """Everything about a model that can be refused without reading its weights."""
+        config = replace(self.config, model=model) if model else self.config
+        self._phase(Phase.FETCHING)
+        source = await on_thread(lambda: self._models.resolve(config.model, self._on_piece))
+        self._phase(Phase.CHECKING)
+        preflight = await on_thread(lambda: self._models.check(config, source))
+        text = await on_thread(lambda: self._models.open_text(source))
+        return Candidate(config, source, text, preflight)
+
+    async def _open(self, candidate: Candidate) -> ServedModel:
+        """Load, and run a first real step. Raises FtdError."""
+        self._phase(Phase.READING)
+        config, source = candidate.config, candidate.source
+        try:
+            loaded = await on_thread(
+                lambda: self._models.load(config, source, self._on_piece, self._stopping.is_set)
+            )
+        except FtdError:
+            raise
+        except Exception as error:
+            log.error("model.load_failed", model=source.name, exc_info=error)
+            hint = "the log has the traceback"
+            raise LoadFailed(f"{source.name}: {error!r}", hint=hint) from None
+        self._phase(Phase.WARMING_UP)
+        try:
+            await _warm_up(loaded.handle)
+        except BaseException:
+            await _close(loaded.handle, None)
+            raise
+        names = dict.fromkeys((*config.served_name, source.name, config.model, str(source.path)))
+        name, *aliases = names
+        return ServedModel(
+            name=name,
+            aliases=tuple(aliases),
+            created=int(time.time()),
+            path=source.path,
+            text=candidate.text,
+            engine=loaded.handle,
+        )
+
+    async def _empty(self, engine: EngineHandle, how: How, timeout_s: float) -> bool:
+        """Wait until an engine has no requests. False: some are left: cut, or out of time."""
+        self._phase(Phase.DRAINING)
+        if how is How.CUT or self._cutting.is_set():
+            status = engine.status()
+            return not (status.running or status.waiting)
+        draining = asyncio.ensure_future(engine.drain(max(0.0, timeout_s)))
+        cutting = asyncio.ensure_future(self._cutting.wait())
+        try:
+            await asyncio.wait({draining, cutting}, return_when=asyncio.FIRST_COMPLETED)
+            return draining.done() and draining.result()
+        finally:
+            await cancel_all(draining, cutting)
+
+    async def _engine_failure(self) -> Exception:
+        """Wait for the failure of whichever engine is loaded at that time."""
+        while True:
+            waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._changed.wait())]
+            if self.model and self.state is not State.FAILED:
+                waits.append(asyncio.ensure_future(self.model.engine.wait_failed()))
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                if waits[-1].done() and len(waits) > 1:
+                    return waits[-1].result()
+            finally:
+                await cancel_all(*waits)
+
+    # ---- facts
+
+    def _serve(self, model: ServedModel) -> None:
+        self.model = model
+        self._stand(State.READY, "", accepting=True)
+
+    def _stand(self, state: State, cause: str, *, accepting: bool) -> None:
+        self.state, self._cause, self._accepting = state, cause, accepting
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _phase(self, phase: Phase) -> None:
+        self.progress = Progress(phase, self._clock())
+
+    def _on_piece(self, done_bytes: int, total_bytes: int) -> None:
+        """Called on the loader's thread; one assignment, so readers see one or the other."""
+        if self._stopping.is_set():
+            raise NotReady("loading was given up: ftd is stopping", retry_after_s=5)
+        if progress := self.progress:
+            self.progress = replace(progress, done_bytes=done_bytes, total_bytes=total_bytes)
+        self._pieces += 1
+
+    def _since(self, began_s: float) -> float:
+        return round(self._clock() - began_s, 3)
+
+    def _not_ready(self) -> NotReady:
+        progress = self.progress
+        if progress is None:
+            return NotReady(self._cause, hint="ftctl status says more", retry_after_s=5)
+        elapsed_s = self._clock() - progress.began_s
+        after_s = round(retry_after_s(elapsed_s, progress.done_bytes, progress.total_bytes))
+        return NotReady(
+            f"{self._cause}: {progress}", hint=f"retry in {after_s} s", retry_after_s=after_s
+        )
+
+
+async def _warm_up(engine: EngineHandle) -> None:
+    """One prompt token and two new ones: a real prefill and a real decode step."""
+    request = EngineRequest("warm-up", (0,), max_tokens=2, sampling=Sampling(temperature=0.0))
+    async for output in engine.submit(request):
+        if output.finish is Finish.ERROR or output.finish is Finish.CANCELLED:
+            raise output.error or EngineFailed("the first step was given up")
+
+
+async def _close(engine: EngineHandle, cause: Exception | None) -> None:
+    """End what is left of its requests with ``cause``; an engine that will not end is left."""
+    try:
+        await engine.close(cause)
+    except FtdError as error:
+        log.error("engine.not_closed", error=str(error))

@@ -1,0 +1,141 @@
+"""What the lifecycle speaks of: a served model, its state, progress, and its loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ftd.engine.api import EngineHandle, EngineLimits
+from ftd.succession import Preflight
+from ftd.units import format_bytes
+
+if TYPE_CHECKING:
+    from ftd.checkpoint.source import ModelSource
+    from ftd.config import Config
+    from ftd.text.textmodel import TextModel
+
+
+class State(StrEnum):
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"  # takes no new requests; stays so until a reload or the end
+    RELOADING = "reloading"  # takes requests all the same while the old model serves
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+class How(StrEnum):
+    """What becomes of running requests when the old model has to go."""
+
+    DRAIN = "drain"
+    CUT = "cut"
+
+
+class Phase(StrEnum):
+    FETCHING = "fetching files"  # takes long only where the hub has to be asked
+    CHECKING = "checking"
+    READING = "reading weights"
+    WARMING_UP = "warming up"
+    DRAINING = "draining"
+    WAITING = "waiting to try again"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    phase: Phase
+    began_s: float  # monotonic
+    done_bytes: int = 0
+    total_bytes: int = 0  # 0: the phase has no measure
+
+    @property
+    def fraction(self) -> float | None:
+        return self.done_bytes / self.total_bytes if self.total_bytes else None
+
+    def __str__(self) -> str:
+        if self.fraction is None:
+            return str(self.phase)
+        return f"{self.phase}, {self.fraction:.0%} of {format_bytes(self.total_bytes)}"
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "phase": str(self.phase),
+            "done_bytes": self.done_bytes,
+            "total_bytes": self.total_bytes,
+            "fraction": self.fraction,
+        }
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class ServedModel:
+    name: str
+    aliases: tuple[str, ...]  # other names a request may use
+    created: int  # unix time of loading
+    path: Path
+    text: TextModel
+    engine: EngineHandle
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self.engine.limits
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """What a reload did."""
+
+    model: str
+    was: str | None
+    beside: bool  # the old model served until the new one was ready
+    drained: bool  # no request of the old model was cut
+    load_s: float
+    unready_s: float  # how long no model took requests
+
+
+class LoadedEngine(Protocol):
+    """``ftd.engine.loading.LoadedEngine``."""
+
+    @property
+    def handle(self) -> EngineHandle: ...
+
+
+class Models(Protocol):
+    """The blocking work on models; every method is called on a thread of its own."""
+
+    def resolve(self, model: str, progress: Callable[[int, int], None]) -> ModelSource:
+        """Find the files of a directory, hub id or ``demo``; what ``progress`` raises ends it.
+
+        Raises:
+            ModelNotFound: nothing there, or the hub cannot be reached.
+        """
+        ...
+
+    def check(self, config: Config, source: ModelSource) -> Preflight:
+        """Check headers, config and plan. Raises CheckpointError, BudgetExceeded, ConfigError."""
+        ...
+
+    def open_text(self, source: ModelSource) -> TextModel:
+        """Tokenizer and template. Raises CheckpointError."""
+        ...
+
+    def load(
+        self,
+        config: Config,
+        source: ModelSource,
+        progress: Callable[[int, int], None],
+        cancelled: Callable[[], bool],
+    ) -> LoadedEngine:
+        """Read the weights and start the engine; gives up soon after ``cancelled()`` is true."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A model whose headers, plan, tokenizer and template are good."""
+
+    config: Config
+    source: ModelSource
+    text: TextModel
+    preflight: Preflight
