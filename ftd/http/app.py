@@ -1,0 +1,142 @@
+"""The HTTP front end: routes, and the few that do not generate."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from typing import Any
+
+from aiohttp import web
+
+from ftd.config import Config
+
+from . import guard
+from .chat import read_chat
+from .completions import read_completion
+from .errors import NoSuchModel, json_response
+from .exchange import FRONT_END, FrontEnd, handler
+from .metrics import CONTENT_TYPE, Metrics
+from .ports import Lifecycle, ServedModel
+
+WORKERS = 4  # threads that tokenize and render; a runaway template takes one for some seconds
+
+
+def make_app(lifecycle: Lifecycle, config: Config) -> web.Application:
+    """The application; run it with ``make_runner``, which also notices clients that leave.
+
+    Raises:
+        ConfigError: the API key file cannot be used.
+    """
+    app = web.Application(
+        middlewares=[
+            guard.errors,
+            guard.host_check(config.allowed_hosts, config.http.host),
+            guard.cross_origin(config.allow_origin),
+            guard.key_check(guard.read_keys(config.api_key_file)),
+        ],
+        client_max_size=config.body_limit,
+    )
+    app.on_response_prepare.append(guard.allow_origin(config.allow_origin))
+    workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="ftd-text")
+    app[FRONT_END] = FrontEnd(lifecycle, config, Metrics(lifecycle), workers)
+    app.cleanup_ctx.append(_workers)
+    app.add_routes(
+        [
+            web.post("/v1/chat/completions", handler("chat", "chatcmpl-", read_chat)),
+            web.post("/v1/completions", handler("completions", "cmpl-", read_completion)),
+            web.get("/v1/models", list_models),
+            web.get("/v1/models/{id:.+}", show_model),
+            web.get("/health", health),
+            web.get("/health/live", live),
+            web.get("/metrics", metrics),
+        ]
+    )
+    return app
+
+
+def make_runner(app: web.Application, *, close_s: float = 0.5) -> web.AppRunner:
+    """A runner that cancels the handler of a client who left, wherever it waits.
+
+    Args:
+        close_s: how long handlers may still run when it is cleaned up.
+    """
+    return web.AppRunner(
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        handle_signals=False,
+        shutdown_timeout=close_s,
+    )
+
+
+async def _workers(app: web.Application) -> AsyncIterator[None]:
+    yield
+    app[FRONT_END].workers.shutdown(wait=False, cancel_futures=True)
+
+
+async def list_models(request: web.Request) -> web.Response:
+    served = request.app[FRONT_END].lifecycle.current()
+    entries = [_entry(served, name) for name in _names(served)]
+    return json_response(
+        {
+            "object": "list",
+            "data": entries,
+            "has_more": False,
+            "first_id": entries[0]["id"],
+            "last_id": entries[-1]["id"],
+        }
+    )
+
+
+async def show_model(request: web.Request) -> web.Response:
+    served = request.app[FRONT_END].lifecycle.current()
+    name = request.match_info["id"]
+    if name not in _names(served):
+        raise NoSuchModel(
+            f"there is no model {name[:200]!r}", param="model", hint=f"there is {served.name}"
+        )
+    return json_response(_entry(served, name))
+
+
+async def health(request: web.Request) -> web.Response:
+    """200 only when a request would be taken; else why not, and how far loading is."""
+    facts = request.app[FRONT_END].lifecycle.health()
+    ready = bool(facts["ready"])
+    return json_response(
+        facts, status=200 if ready else 503, headers={} if ready else {"Retry-After": "1"}
+    )
+
+
+async def live(request: web.Request) -> web.Response:
+    return json_response({"live": True})
+
+
+async def metrics(request: web.Request) -> web.Response:
+    front = request.app[FRONT_END]
+    body = await front.work(front.metrics.text)
+    return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
+
+
+def _names(served: ServedModel) -> list[str]:
+    return list(dict.fromkeys([served.name, *sorted(served.aliases)]))
+
+
+def _entry(served: ServedModel, name: str) -> dict[str, Any]:
+    """One object that both OpenAI's and Anthropic's client accept."""
+    limits = served.engine.limits
+    return {
+        "id": name,
+        "object": "model",
+        "type": "model",
+        "created": int(served.created),
+        "created_at": _iso(served.created),
+        "owned_by": "ftd",
+        "display_name": name,
+        "max_input_tokens": min(limits.context_tokens, limits.pool_tokens) - 1,
+        "context_length": limits.context_tokens,
+    }
+
+
+def _iso(unix_s: float) -> str:
+    return datetime.fromtimestamp(int(unix_s), UTC).isoformat().replace("+00:00", "Z")

@@ -1,0 +1,248 @@
+"""One request from body to last byte, the same for every API.
+
+Read and refuse in a worker, submit, and only then send headers: whatever is refused keeps its
+status. A client that leaves cancels the handler, which leaves the generation, which ends the work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import structlog
+from aiohttp import web
+
+from ftd.config import Config
+from ftd.errors import BodyTooLarge, FtdError, NotReady
+from ftd.text.answer import Piece, joined
+
+from .errors import BodyTooSlow, json_response
+from .fields import Fields, parse_body
+from .generation import Generation, Job, Usage, as_ftd_error
+from .metrics import Metrics
+from .ports import Lifecycle, ServedModel
+from .stream import EventStream, ReaderLost
+
+log = structlog.get_logger(__name__)
+
+BODY_TIMEOUT_S = 60.0  # for a body to arrive; the largest at 5 Mbit/s
+T = TypeVar("T")
+
+
+class Dialect(Protocol):
+    """One request in one API's words: what it asks for, and how it wants to be answered."""
+
+    job: Job
+    stream: bool
+
+    def opening(self) -> Iterable[bytes]:
+        """Events as soon as the request is admitted."""
+        ...
+
+    def piece(self, index: int, piece: Piece) -> Iterable[bytes]: ...
+
+    def beat(self) -> Iterable[bytes]:
+        """A sign of life that every client's timer accepts."""
+        ...
+
+    def closing(self, usage: Usage) -> Iterable[bytes]: ...
+
+    def failure(self, error: FtdError) -> Iterable[bytes]:
+        """Headers are out: the error as an event."""
+        ...
+
+    def reply(self, answers: list[Piece], usage: Usage) -> dict[str, Any]:
+        """The body of a plain reply."""
+        ...
+
+
+Reader = Callable[[Fields, ServedModel, str], Dialect]
+
+
+@dataclass(slots=True)
+class FrontEnd:
+    """What handlers share; owned by the application."""
+
+    lifecycle: Lifecycle
+    config: Config
+    metrics: Metrics
+    workers: ThreadPoolExecutor
+
+    async def work(self, run: Callable[..., T], *args: Any) -> T:
+        """Run what takes longer than the loop may wait, in a worker thread."""
+        return await asyncio.get_running_loop().run_in_executor(self.workers, run, *args)
+
+
+FRONT_END = web.AppKey("front_end", FrontEnd)
+
+
+@dataclass(slots=True)
+class Story:
+    """What the one ``request.finished`` line tells."""
+
+    request_id: str
+    endpoint: str
+    started_s: float = field(default_factory=time.monotonic)
+    model: str | None = None
+    dialect: Dialect | None = None
+    generation: Generation | None = None
+    outcome: str = "cancelled"  # until something else is known: the client left
+    status: int = 499
+    answers: dict[int, list[str]] = field(default_factory=dict)  # only with --log-prompts
+
+    def facts(self) -> dict[str, Any]:
+        facts: dict[str, Any] = {
+            "request_id": self.request_id,
+            "endpoint": self.endpoint,
+            "model": self.model,
+            "status": self.status,
+            "outcome": self.outcome,
+            "duration_ms": _ms(time.monotonic() - self.started_s),
+        }
+        if self.generation is not None and self.dialect is not None:
+            usage = self.generation.usage()
+            first_s = self.generation.first_token_s
+            gaps = sorted(self.generation.gaps_s)
+            facts |= {
+                "stream": self.dialect.stream,
+                "answers": self.dialect.job.answers,
+                "prompt_tokens": usage.prompt_tokens,
+                "output_tokens": usage.completion_tokens,
+                "reused_tokens": usage.cached_tokens,
+                "ttft_ms": None if first_s is None else _ms(first_s - self.started_s),
+                "itl_p50_ms": _ms(gaps[len(gaps) // 2]) if gaps else None,
+                "itl_p99_ms": _ms(gaps[len(gaps) * 99 // 100]) if gaps else None,
+            }
+        if self.answers and self.dialect is not None:
+            facts["prompts"] = [p.text or list(p.ids) for p in self.dialect.job.prompts]
+            facts["texts"] = ["".join(texts) for _, texts in sorted(self.answers.items())]
+        return facts
+
+
+def handler(endpoint: str, id_prefix: str, read: Reader) -> Callable[[web.Request], Any]:
+    """An aiohttp handler that answers generation requests in the dialect ``read`` makes."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        front = request.app[FRONT_END]
+        story = Story(f"{id_prefix}{uuid.uuid4().hex}", endpoint)
+        try:
+            return await _answer(request, front, story, read)
+        except FtdError as error:
+            story.outcome, story.status = error.code, error.status
+            raise
+        except ReaderLost:
+            story.outcome = "reader_lost"
+            raise
+        except Exception:
+            story.outcome, story.status = FtdError.code, FtdError.status
+            raise
+        finally:
+            front.metrics.request_finished(story)
+            log.info("request.finished", **story.facts())
+
+    return handle
+
+
+async def _answer(
+    request: web.Request, front: FrontEnd, story: Story, read: Reader
+) -> web.StreamResponse:
+    front.lifecycle.current()  # refused before the body is read if there is no model
+    body = await _read_body(request, front.config.body_limit)
+    while True:
+        served = front.lifecycle.current()
+        dialect = await front.work(_prepare, body, read, served, story.request_id)
+        generation = Generation(served.engine, served.text, dialect.job, story.request_id)
+        story.model, story.dialect, story.generation = served.name, dialect, generation
+        try:
+            async with generation:
+                if dialect.stream:
+                    return await _stream(request, front, story, dialect, generation)
+                return await _reply(front, story, dialect, generation)
+        except NotReady:
+            if generation.admitted or front.lifecycle.current() is served:
+                raise
+            # the model was switched while this request was being read: ask the new one
+
+
+def _prepare(body: bytes, read: Reader, served: ServedModel, request_id: str) -> Dialect:
+    return read(parse_body(body), served, request_id)
+
+
+async def _read_body(request: web.Request, limit_bytes: int) -> bytes:
+    """The whole body; a length that is too large is refused before a byte is read."""
+    if (request.content_length or 0) > limit_bytes:
+        raise _too_large(request.content_length or 0, limit_bytes)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await request.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise _too_large(limit_bytes + 1, limit_bytes) from error
+    except TimeoutError as error:
+        raise BodyTooSlow(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from error
+    except web.RequestPayloadError as error:
+        raise BodyTooSlow(f"the body could not be read: {error}") from error
+
+
+def _too_large(size_bytes: int, limit_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(
+        f"the body has at least {size_bytes:,} bytes, {limit_bytes:,} bytes is the most",
+        hint="--body-limit raises the limit",
+    )
+
+
+async def _reply(
+    front: FrontEnd, story: Story, dialect: Dialect, generation: Generation
+) -> web.Response:
+    collected: list[list[Piece]] = [[] for _ in range(dialect.job.answers)]
+    async for arrived in generation.pieces(front.config.heartbeat):
+        if arrived is not None:
+            index, piece = arrived
+            collected[index].append(piece)
+            _note(front, story, index, piece)
+    answers = [joined(pieces) for pieces in collected]
+    story.status = 200
+    body = dialect.reply(answers, generation.usage())
+    return json_response(body, headers={"X-Request-Id": story.request_id})
+
+
+async def _stream(
+    request: web.Request, front: FrontEnd, story: Story, dialect: Dialect, generation: Generation
+) -> web.StreamResponse:
+    events = EventStream(request, story.request_id)
+    await events.send(dialect.opening())
+    try:
+        async for arrived in generation.pieces(front.config.heartbeat):
+            if arrived is None:
+                await events.send(dialect.beat())
+            else:
+                index, piece = arrived
+                _note(front, story, index, piece)
+                await events.send(dialect.piece(index, piece))
+    except ReaderLost:
+        raise
+    except Exception as error:
+        shown = as_ftd_error(error)
+        if shown is not error:
+            log.exception("request.failed", request_id=story.request_id)
+        story.outcome, story.status = shown.code, 200
+        await events.send(dialect.failure(shown))
+        return await events.close()
+    story.status = 200
+    await events.send(dialect.closing(generation.usage()))
+    return await events.close()
+
+
+def _note(front: FrontEnd, story: Story, index: int, piece: Piece) -> None:
+    if piece.finish:
+        story.outcome = piece.finish
+    if front.config.log_prompts:
+        story.answers.setdefault(index, []).append(piece.text)
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 1)

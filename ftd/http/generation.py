@@ -1,0 +1,233 @@
+"""The core every API adapts: a job goes to the engine, pieces of its answers come back.
+
+No API's words are in here. A job may have several prompts and several copies of each; answer
+``i`` belongs to prompt ``i // copies``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+from ftd.engine.api import (
+    EngineHandle,
+    EngineLimits,
+    EngineRequest,
+    Finish,
+    Output,
+    Sampling,
+    Ticket,
+)
+from ftd.errors import ContextExceeded, EngineFailed, FtdError, RequestCancelled, RequestInvalid
+from ftd.text.answer import Answer, Piece
+from ftd.text.stops import StopSet
+from ftd.text.textmodel import TextModel
+
+QUEUED_PIECES = 64  # between engine and socket; behind it the engine's own queue waits
+GAPS_KEPT = 2048  # of the times between tokens, for the log line's percentiles
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    ids: Sequence[int]
+    text: str | None = None  # what they were made from; None if the client sent ids
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    prompts: tuple[Prompt, ...]
+    copies: int
+    max_tokens: int | None  # None: until the context ends; 0: no answer, only prompt logprobs
+    sampling: Sampling
+    stops: StopSet
+    eos_ids: frozenset[int]
+    stop_ids: frozenset[int]
+    prompt_logprobs: int | None = None
+
+    @property
+    def answers(self) -> int:
+        return len(self.prompts) * self.copies
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+def room_tokens(prompt_tokens: int, limits: EngineLimits, *, param: str = "messages") -> int:
+    """How many tokens an answer to such a prompt may have; at least one.
+
+    Raises:
+        RequestInvalid: an empty prompt.
+        ContextExceeded: no room is left.
+    """
+    if prompt_tokens == 0:
+        raise RequestInvalid("the prompt has 0 tokens, at least 1 is needed", param=param)
+    most = min(limits.context_tokens, limits.pool_tokens)
+    if prompt_tokens >= most:
+        pool_is_less = limits.pool_tokens < limits.context_tokens
+        raise ContextExceeded(
+            prompt_tokens, most - 1, setting="--kv-tokens" if pool_is_less else "--context"
+        )
+    return most - prompt_tokens
+
+
+class Generation:
+    """A job in the engine, from admission until every answer has ended or the client has left.
+
+    Use as ``async with``: leaving ends what still runs. Entering submits, and raises what the
+    engine refuses with (QueueFull, ContextExceeded, NotReady) before anything else has happened.
+    """
+
+    def __init__(self, engine: EngineHandle, text: TextModel, job: Job, request_id: str) -> None:
+        self.started_s = time.monotonic()
+        self.admitted = False  # the engine has taken every part of the job
+        self.first_token_s: float | None = None
+        self.gaps_s: deque[float] = deque(maxlen=GAPS_KEPT)
+        self._engine = engine
+        self._job = job
+        self._request_id = request_id
+        self._answers = [
+            Answer(text, job.stops, empty=job.max_tokens == 0) for _ in range(job.answers)
+        ]
+        self._tickets: list[Ticket] = []
+        self._pumps: list[asyncio.Task[None]] = []
+        self._ready: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue(QUEUED_PIECES)
+
+    async def __aenter__(self) -> Generation:
+        try:
+            for index in range(self._job.answers):
+                self._tickets.append(self._engine.submit(self._request(index)))
+        except BaseException:
+            self._end()
+            raise
+        self.admitted = True
+        self._pumps = [
+            asyncio.create_task(self._pump(index, ticket))
+            for index, ticket in enumerate(self._tickets)
+        ]
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._end()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+
+    async def pieces(self, heartbeat_s: float) -> AsyncIterator[tuple[int, Piece] | None]:
+        """Pieces with something in them, as they come; None when ``heartbeat_s`` passed without.
+
+        Raises:
+            FtdError: the engine's reason for ending an answer early.
+        """
+        loop = asyncio.get_running_loop()
+        running = len(self._tickets)
+        silent_until = loop.time() + heartbeat_s
+        while running:
+            try:
+                async with asyncio.timeout_at(silent_until):
+                    index, piece = await self._ready.get()
+            except TimeoutError:
+                yield None
+                silent_until = loop.time() + heartbeat_s
+                continue
+            if isinstance(piece, Exception):
+                raise piece
+            running -= piece.finish is not None
+            if piece != _NOTHING:
+                yield index, piece
+                silent_until = loop.time() + heartbeat_s
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=sum(len(prompt.ids) for prompt in self._job.prompts),
+            completion_tokens=sum(answer.tokens for answer in self._answers),
+            cached_tokens=sum(a.reused_tokens for a in self._answers[:: self._job.copies]),
+        )
+
+    def _request(self, index: int) -> EngineRequest:
+        job = self._job
+        prompt_index, copy = divmod(index, job.copies)
+        prompt = job.prompts[prompt_index]
+        room = room_tokens(len(prompt.ids), self._engine.limits)
+        sampling = job.sampling
+        if copy and sampling.seed is not None:
+            sampling = replace(sampling, seed=(sampling.seed + copy) % 2**63)
+        return EngineRequest(
+            request_id=self._engine_id(index),
+            prompt_ids=prompt.ids,
+            max_tokens=room if job.max_tokens is None else max(1, min(job.max_tokens, room)),
+            sampling=sampling,
+            eos_ids=job.eos_ids,
+            stop_ids=job.stop_ids,
+            prompt_logprobs=job.prompt_logprobs,
+            copies_of=self._engine_id(index - copy) if copy else None,
+            arrival_s=self.started_s,
+        )
+
+    def _engine_id(self, index: int) -> str:
+        return f"{self._request_id}-{index}" if index else self._request_id
+
+    async def _pump(self, index: int, ticket: Ticket) -> None:
+        """Turn one answer's outputs into pieces until it ends; an error is handed on as it is."""
+        try:
+            await self._read(index, ticket)
+        except Exception as error:
+            await self._ready.put((index, error))
+
+    async def _read(self, index: int, ticket: Ticket) -> None:
+        answer = self._answers[index]
+        last_s = 0.0
+        async for output in ticket:
+            if output.finish in (Finish.ERROR, Finish.CANCELLED):
+                raise _cause(output)
+            if output.tokens:
+                last_s = self._mark(last_s)
+            piece = answer.push(output)
+            if piece.finish:
+                ticket.end(Finish.STOP)  # the engine knows of stop ids, not of stop strings
+            await self._ready.put((index, piece))
+            if piece.finish:
+                return
+        raise EngineFailed(f"request {ticket.request_id} ended without a reason")
+
+    def _mark(self, last_s: float) -> float:
+        now_s = time.monotonic()
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+        if last_s:
+            self.gaps_s.append(now_s - last_s)
+        return now_s
+
+    def _end(self) -> None:
+        for ticket in self._tickets:
+            ticket.end()
+        for pump in self._pumps:
+            pump.cancel()
+
+
+_NOTHING = Piece()
+
+
+def _cause(output: Output) -> Exception:
+    if output.error is not None:
+        return output.error
+    if output.finish is Finish.CANCELLED:
+        return RequestCancelled(f"request {output.request_id} was cancelled")
+    return EngineFailed(f"request {output.request_id} failed", hint="the log has the cause")
+
+
+def as_ftd_error(error: Exception) -> FtdError:
+    """What a client may see of ``error``; anything untyped is our mistake and stays in the log."""
+    if isinstance(error, FtdError):
+        return error
+    return FtdError("ftd made a mistake while answering", hint="the log has the traceback")

@@ -1,0 +1,70 @@
+"""Server-sent events to one client, who is cut off if they stop reading."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+SLOW_READER_S = 30.0  # without taking what the socket's buffers could not hold
+DONE = b"data: [DONE]\n\n"
+
+
+class ReaderLost(ConnectionError):
+    """The client left, or read so slowly that it was cut off."""
+
+
+def event(data: Any, name: str | None = None) -> bytes:
+    """One event; ``data`` becomes JSON."""
+    prefix = b"" if name is None else b"event: %s\n" % name.encode()
+    return b"%sdata: %s\n\n" % (prefix, orjson.dumps(data))
+
+
+class EventStream:
+    """Sends events; headers go out with the first.
+
+    aiohttp buffers 64 KiB and then waits for the socket: that, the kernel's buffers and the short
+    queue of pieces are all a slow reader can fill.
+    """
+
+    def __init__(self, request: web.Request, request_id: str) -> None:
+        self._request = request
+        self._response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream; charset=utf-8",
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",  # nginx would collect events otherwise
+                "X-Request-Id": request_id,
+            }
+        )
+
+    async def send(self, frames: Iterable[bytes]) -> None:
+        """Send events.
+
+        Raises:
+            ReaderLost: nothing more can be sent.
+        """
+        data = b"".join(frames)
+        if not data:
+            return
+        try:
+            async with asyncio.timeout(SLOW_READER_S):
+                if not self._response.prepared:
+                    await self._response.prepare(self._request)
+                await self._response.write(data)
+        except TimeoutError as error:
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise ReaderLost(f"the client took nothing for {SLOW_READER_S:g} s") from error
+        except ConnectionError as error:
+            raise ReaderLost("the client left") from error
+
+    async def close(self) -> web.StreamResponse:
+        try:
+            await self._response.write_eof()
+        except ConnectionError as error:
+            raise ReaderLost("the client left") from error
+        return self._response

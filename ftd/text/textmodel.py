@@ -1,0 +1,254 @@
+"""The text side of a checkpoint: tokenizer, chat template, eos ids, sampling defaults."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+from tokenizers import Tokenizer
+
+from ftd.engine.api import Sampling
+from ftd.errors import CheckpointError, RequestInvalid
+
+from .detokenize import Detokenizer, Vocabulary
+from .messages import Message, rewrites
+from .template import ChatTemplate, TemplateRefused
+
+_SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+class TextModel:
+    """Text to tokens and back for one checkpoint. Every method may be called from any thread.
+
+    Args:
+        path: a directory in Hugging Face layout.
+    Raises:
+        CheckpointError: naming the file that is missing or broken.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._tokenizer = _load_tokenizer(path / "tokenizer.json")
+        self._vocabulary = Vocabulary(self._tokenizer)
+        self.vocab_size = self._tokenizer.get_vocab_size()  # the model's own may be larger
+        tokenizer_config = _read_json(path / "tokenizer_config.json")
+        generation = _read_json(path / "generation_config.json")
+        self.eos_ids = self._eos_ids(_read_json(path / "config.json"), generation, tokenizer_config)
+        self.defaults = _sampling_defaults(generation)
+        self._templates = _load_templates(path, tokenizer_config)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._templates)
+
+    def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
+        """Token ids of ``text``.
+
+        Args:
+            special_tokens: add what the tokenizer puts around a text of its own (often a BOS). A
+                rendered chat has them already.
+        Cost: about 1 µs a byte, without the GIL: call it in a worker.
+        """
+        # the batch call gives the GIL away while it works, the single one does not
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)
+        return list(encoding.ids)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of ``tokens``: special tokens and ids beyond the tokenizer's have none."""
+        return self._vocabulary.decode(tokens)
+
+    def detokenizer(self) -> Detokenizer:
+        """For one answer: its pieces joined equal ``decode`` of all its tokens."""
+        return self._vocabulary.detokenizer()
+
+    def token_bytes(self, token: int) -> bytes:
+        """What ``token`` stands for, which need not be whole characters."""
+        return self._vocabulary.token_bytes(token)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt of a chat, ending where the assistant's answer begins.
+
+        Args:
+            messages: from ``messages.normalise``.
+            extra: further variables of the template, such as ``enable_thinking``.
+        Raises:
+            RequestInvalid: there is no template, or it refuses every form of the messages.
+        """
+        if not self._templates:
+            raise RequestInvalid(
+                "this model has no chat template, so it cannot take messages",
+                param="messages",
+                hint="use /v1/completions, or put a chat_template.jinja beside the weights",
+            )
+        template = self._templates.get("tool_use") if tools else None
+        template = template or self._templates.get("default")
+        if template is None:
+            raise RequestInvalid(
+                f"this model's chat templates are named {', '.join(self._templates)}, none default",
+                param="messages",
+            )
+        refusal: TemplateRefused | None = None
+        for form in rewrites(messages):
+            try:
+                return template.render(form, tools=tools, extra=extra)
+            except TemplateRefused as error:
+                refusal = refusal or error  # the first speaks of the messages as they were sent
+        assert refusal is not None
+        raise refusal
+
+    def _eos_ids(self, *configs: Mapping[str, Any]) -> frozenset[int]:
+        ids: set[int] = set()
+        for config in configs:
+            declared = config.get("eos_token_id")
+            if declared is None and isinstance(config.get("text_config"), dict):
+                declared = config["text_config"].get("eos_token_id")
+            ids.update(_ints(declared))
+            if (name := _token_text(config.get("eos_token"))) is not None:
+                token = self._tokenizer.token_to_id(name)
+                ids.update(() if token is None else (token,))
+        return frozenset(ids)
+
+
+def _load_tokenizer(path: Path) -> Tokenizer:
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path.name} is missing in {path.parent}",
+            hint="ftd reads the tokenizers format; save the tokenizer with save_pretrained",
+        )
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise CheckpointError(
+            f"{path} is not a tokenizer: {error}", hint="fetch the file again"
+        ) from error
+    tokenizer.no_truncation()  # some files carry the settings of their training
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in ``path``; empty if there is no such file."""
+    try:
+        value = orjson.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error}", hint="fetch the file again"
+        ) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(
+            f"{path} holds a JSON {type(value).__name__}, an object is needed",
+            hint="fetch the file again",
+        )
+    return value
+
+
+def _sampling_defaults(generation: Mapping[str, Any]) -> Sampling:
+    """What generation_config.json says of sampling; what it leaves out or garbles stays as is."""
+    base = Sampling()
+    greedy = generation.get("do_sample") is False
+    return Sampling(
+        temperature=0.0 if greedy else _number(generation, "temperature", base.temperature),
+        top_k=max(0, int(_number(generation, "top_k", base.top_k))),
+        top_p=_number(generation, "top_p", base.top_p) or base.top_p,
+        min_p=_number(generation, "min_p", base.min_p),
+        repetition_penalty=(
+            _number(generation, "repetition_penalty", base.repetition_penalty)
+            or base.repetition_penalty
+        ),
+    )
+
+
+def _number(values: Mapping[str, Any], key: str, default: float) -> float:
+    value = values.get(key)
+    usable = isinstance(value, int | float) and math.isfinite(value) and value >= 0
+    return float(value) if usable and value is not None else default
+
+
+def _load_templates(path: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, ChatTemplate]:
+    """By name; ``default`` serves chats, ``tool_use``, where there is one, chats with tools."""
+    where, declared = _declared_template(path, tokenizer_config)
+    if declared is None:
+        return {}
+    sources = {"default": declared} if isinstance(declared, str) else _named(declared, where)
+    variables = _template_variables(path, tokenizer_config)
+    return {
+        name: ChatTemplate(source, where=where, variables=variables)
+        for name, source in sources.items()
+    }
+
+
+def _declared_template(path: Path, tokenizer_config: Mapping[str, Any]) -> tuple[str, Any]:
+    """The file that has the template, and what it says; newer places win."""
+    jinja = path / "chat_template.jinja"
+    if jinja.is_file():
+        try:
+            return str(jinja), jinja.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(
+                f"{jinja} cannot be read: {error}", hint="fetch the file again"
+            ) from error
+    if tokenizer_config.get("chat_template") is not None:
+        return str(path / "tokenizer_config.json"), tokenizer_config["chat_template"]
+    for name in ("chat_template.json", "processor_config.json"):
+        if (declared := _read_json(path / name).get("chat_template")) is not None:
+            return str(path / name), declared
+    return "", None
+
+
+def _named(declared: Any, where: str) -> dict[str, str]:
+    if isinstance(declared, dict):
+        declared = [{"name": name, "template": text} for name, text in declared.items()]
+    try:
+        named = {entry["name"]: entry["template"] for entry in declared}
+    except (TypeError, KeyError) as error:
+        named = {"": error}
+    if not all(isinstance(text, str) and isinstance(name, str) for name, text in named.items()):
+        raise CheckpointError(
+            f"{where}: chat_template must be text or a list of objects with name and template",
+            hint="fetch the file again",
+        )
+    return named
+
+
+def _template_variables(path: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, Any]:
+    declared = {**_read_json(path / "special_tokens_map.json"), **tokenizer_config}
+    variables: dict[str, Any] = {
+        name: text
+        for name in _SPECIAL_TOKENS
+        if (text := _token_text(declared.get(name))) is not None
+    }
+    extra = declared.get("additional_special_tokens")
+    if isinstance(extra, list):
+        variables["additional_special_tokens"] = [
+            text for token in extra if (text := _token_text(token)) is not None
+        ]
+    return variables
+
+
+def _token_text(token: Any) -> str | None:
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _ints(value: Any) -> list[int]:
+    values = value if isinstance(value, list) else [value]
+    return [v for v in values if isinstance(v, int) and not isinstance(v, bool)]
