@@ -1,0 +1,295 @@
+"""A checkpoint as its headers describe it: read and checked before any weight is touched.
+
+A directory in Hugging Face layout: config.json, tokenizer.json, and weights in one safetensors file
+or in shards with an index that says which tensor is where. Everything that could make the bulk read
+fail, or read other bytes than meant, is refused here, in well under a second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ftd.checkpoint.tensorfile import (
+    DOWNLOAD_AGAIN,
+    FileStamp,
+    TensorInfo,
+    open_regular,
+    read_header,
+)
+from ftd.errors import CheckpointError, UnsupportedModel
+from ftd.kernels.formats import FORMATS, ExpertLayout, WeightFormat, expert_layout
+from ftd.model.architecture import Architecture, Part
+from ftd.model.spec import ModelSpec, MoeSpec
+from ftd.units import MiB, format_bytes, format_count
+
+CONFIG, GENERATION_CONFIG, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+MAX_JSON_BYTES = 256 * MiB  # an index of the largest checkpoints has tens of MiB
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    path: Path
+    config: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+    files: Mapping[Path, FileStamp]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors.values())
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read config, index and the header of every file of weights.
+
+    Raises:
+        CheckpointError: something is missing, broken or does not agree with the rest.
+        UnsupportedModel: the weights are not in safetensors format.
+    Cost: reads headers only; 30 ms for the 18,867 tensors of Qwen3-30B-A3B.
+    """
+    config = read_config(path)
+    if not (path / TOKENIZER).is_file():
+        raise CheckpointError(
+            f"{path / TOKENIZER} is missing",
+            hint="ftd needs the tokenizer in this format; copy it from the model's hub page",
+        )
+    generation = path / GENERATION_CONFIG
+    generation_config = _read_json(generation) if generation.exists() else {}
+    by_file = _read_index(path)
+    tensors: dict[str, TensorInfo] = {}
+    stamps: dict[Path, FileStamp] = {}
+    for file, expected in by_file.items():
+        stamps[file], found = read_header(file)
+        _check_against_index(path / INDEX, file, expected, found)
+        tensors |= found
+    return Checkpoint(path, config, generation_config, tensors, stamps)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json of a model directory."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a directory")
+    if not (path / CONFIG).exists():
+        raise CheckpointError(
+            f"{path / CONFIG} is missing",
+            hint="give the directory of a model in Hugging Face layout",
+        )
+    config = _read_json(path / CONFIG)
+    if not isinstance(config.get("model_type"), str):
+        raise CheckpointError(
+            f"{path / CONFIG}: model_type is missing", hint="it names the model's architecture"
+        )
+    return config
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    with open_regular(file) as fd:
+        if (size := os.fstat(fd).st_size) > MAX_JSON_BYTES:
+            raise CheckpointError(
+                f"{file} has {format_bytes(size)}, at most {format_bytes(MAX_JSON_BYTES)} expected"
+            )
+        text = os.read(fd, size)
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise CheckpointError(f"{file} is not valid JSON: {e}", hint=DOWNLOAD_AGAIN) from e
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file}: expected a JSON object, found {type(content).__name__}")
+    return content
+
+
+def _read_index(path: Path) -> dict[Path, list[str] | None]:
+    """Files of weights → names the index promises in each; None: there is no index."""
+    if (path / SINGLE).exists():
+        return {path / SINGLE: None}
+    if not (path / INDEX).exists():
+        return {_only_file(path): None}
+    weight_map = _read_json(path / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path / INDEX}: weight_map is missing or empty")
+    by_file: dict[Path, list[str] | None] = {}
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not shard or shard != os.path.basename(shard):
+            raise CheckpointError(
+                f"{path / INDEX}: tensor {name} lies in {shard!r}, which is not a file name"
+            )
+        by_file.setdefault(path / shard, []).append(name)  # type: ignore[union-attr]
+    missing = sorted(f.name for f in by_file if not f.exists())
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise CheckpointError(
+            f"{len(missing)} of {len(by_file)} shards that {path / INDEX} names are missing: "
+            + ", ".join(missing[:3]) + more,
+            hint=DOWNLOAD_AGAIN,
+        )  # fmt: skip
+    return by_file
+
+
+def _only_file(path: Path) -> Path:
+    found = sorted(path.glob("*.safetensors"))
+    if len(found) == 1 and "-of-" not in found[0].name:
+        return found[0]
+    if found:
+        raise CheckpointError(
+            f"{path / INDEX} is missing; it says which tensor is in which of the "
+            f"{len(found)} files such as {found[0].name}",
+            hint=DOWNLOAD_AGAIN,
+        )
+    others = sorted(f.name for p in ("*.gguf", "*.bin", "*.pt", "*.pth") for f in path.glob(p))
+    if others:
+        raise UnsupportedModel(
+            f"{path} has no *.safetensors, but {others[0]}",
+            hint="ftd reads weights in safetensors format: get or convert the model in it",
+        )
+    raise CheckpointError(f"{path} has no *.safetensors", hint=DOWNLOAD_AGAIN)
+
+
+def _check_against_index(
+    index: Path, file: Path, expected: list[str] | None, found: Mapping[str, TensorInfo]
+) -> None:
+    if expected is None:
+        return
+    if absent := set(expected) - found.keys():
+        raise CheckpointError(
+            f"{index} names tensor {min(absent)} in {file.name}, which does not have it"
+            + _others(absent),
+            hint=DOWNLOAD_AGAIN,
+        )
+    if surplus := found.keys() - set(expected):
+        raise CheckpointError(
+            f"{file} holds tensor {min(surplus)}, which {index.name} does not name there"
+            + _others(surplus),
+            hint="index and shards are of different versions: download or copy both again",
+        )
+
+
+def _others(names: Iterable[str]) -> str:
+    more = len(set(names)) - 1
+    return f" ({more} more like it)" if more else ""
+
+
+def check(checkpoint: Checkpoint, architecture: Architecture, spec: ModelSpec) -> ExpertLayout:
+    """Compare the headers with what the architecture needs: names, shapes, dtypes, storage format.
+
+    Returns:
+        How one expert's record lies in memory, from the dtype its matrices are stored in.
+    Raises:
+        CheckpointError: a tensor is missing, has another shape, or is one nobody reads.
+        UnsupportedModel: a storage format ftd does not have yet.
+    """
+    refuse_quantised(checkpoint)
+    needed = architecture.dense_tensors(spec)
+    for name, shape in needed.items():
+        _check_tensor(checkpoint, name, shape, STORED.keys(), "one of " + ", ".join(STORED))
+    moe_layers = spec.moe_layers
+    if not moe_layers:
+        raise UnsupportedModel(f"{checkpoint.path}: the model has no layer with experts")
+    sizes = {(_moe(spec, layer).num_experts, _moe(spec, layer).inner) for layer in moe_layers}
+    if len(sizes) > 1:
+        raise UnsupportedModel(
+            f"{checkpoint.path}: layers differ in number or width of experts: {sorted(sizes)}"
+        )
+    num_experts, inner = sizes.pop()
+    hidden = spec.hidden
+    wanted = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    stored: str | None = None  # dtype of all experts
+    read: set[str] = set(needed)
+    for layer in moe_layers:
+        for expert in range(num_experts):
+            parts = architecture.expert_parts(spec, layer, expert)
+            assert {n: _matrix(p) for n, p in parts.items()} == wanted, (layer, expert, parts)
+            for part in parts.values():
+                stored = stored or _first_dtype(checkpoint, part)
+                _check_tensor(checkpoint, part.tensor, part.shape, {stored}, stored)
+                read.add(part.tensor)
+    unread = [n for n in checkpoint.tensors if n not in read and not architecture.ignored(n)]
+    if unread:
+        raise CheckpointError(
+            f"{checkpoint.tensors[min(unread)].file}: tensor {min(unread)} has no place in a "
+            f"{spec.model_type} model with this config.json" + _others(unread),
+            hint="config.json and weights are of different models, or this is a variant that ftd "
+            "does not know",
+        )
+    assert stored is not None
+    return expert_layout(STORED[stored], hidden, inner)
+
+
+# what safetensors calls the formats that ftd serves
+STORED: dict[str, WeightFormat] = {name.upper(): FORMATS[name] for name in ("bf16", "f16", "f32")}
+
+
+def refuse_quantised(checkpoint: Checkpoint) -> None:
+    text = checkpoint.config.get("text_config")
+    places = [checkpoint.config, text if isinstance(text, dict) else {}]
+    found = next((q for p in places if isinstance(q := p.get("quantization_config"), dict)), None)
+    if found is None and (checkpoint.path / "hf_quant_config.json").exists():
+        found = {"quant_method": "modelopt"}  # older exports say it only there
+    if found is not None:
+        words = (found.get(k) for k in ("quant_method", "quant_algo", "format"))
+        raise UnsupportedModel(
+            f"{checkpoint.path}: the weights are quantised as "
+            + (" ".join(str(w) for w in words if w) or "an unnamed format"),
+            hint=f"this version of ftd reads {', '.join(FORMATS)}: use the unquantised checkpoint",
+        )
+
+
+def _moe(spec: ModelSpec, layer: int) -> MoeSpec:
+    mlp = spec.layers[layer].mlp
+    assert isinstance(mlp, MoeSpec), layer
+    return mlp
+
+
+def _matrix(part: Part) -> tuple[int, ...]:
+    """Shape of the matrix that a part is, out of the whole tensor."""
+    shape = part.shape if part.index is None else part.shape[1:]
+    return shape if part.rows is None else (part.rows[1] - part.rows[0], *shape[1:])
+
+
+def _first_dtype(checkpoint: Checkpoint, part: Part) -> str:
+    tensor = _present(checkpoint, part.tensor, part.shape)
+    if tensor.dtype not in STORED:
+        raise UnsupportedModel(
+            f"{tensor.file}: tensor {tensor.name} is stored as {tensor.dtype}",
+            hint=f"this version of ftd reads experts stored as {', '.join(STORED)}",
+        )
+    return tensor.dtype
+
+
+def _present(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> TensorInfo:
+    tensor = checkpoint.tensors.get(name)
+    if tensor is None:
+        raise CheckpointError(
+            f"{checkpoint.path}: tensor {name} of shape {list(shape)} is missing from the "
+            f"{format_count(len(checkpoint.tensors))} tensors of the checkpoint",
+            hint="config.json and weights are of different models, or " + DOWNLOAD_AGAIN,
+        )
+    return tensor
+
+
+def _check_tensor(
+    checkpoint: Checkpoint,
+    name: str,
+    shape: tuple[int, ...],
+    dtypes: Collection[str],
+    allowed: str,
+) -> None:
+    tensor = _present(checkpoint, name, shape)
+    if tensor.shape != shape:
+        raise CheckpointError(
+            f"{tensor.file}: tensor {name} has shape {list(tensor.shape)}, config.json asks for "
+            f"{list(shape)}",
+            hint="config.json and weights are of different models",
+        )
+    if tensor.dtype not in dtypes:
+        raise UnsupportedModel(
+            f"{tensor.file}: tensor {name} is stored as {tensor.dtype}, expected {allowed}",
+            hint="all experts need one dtype; weights that ftd reads are stored as "
+            + ", ".join(STORED),
+        )
