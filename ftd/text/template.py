@@ -25,6 +25,7 @@ from ftd.errors import CheckpointError, FtdError, RequestInvalid
 
 CPU_LIMIT_S = 5.0  # of the rendering thread; 2,000 messages of an agent take about 0.1
 MAX_CHARS = 64 * 2**20  # of the text, and of anything the template builds by repetition
+MAX_POWER_BITS = 4096
 _LOOKS_EVERY = 64  # loop rounds between two looks at the clock, which costs a system call
 
 Message = Mapping[str, Any]
@@ -105,8 +106,10 @@ class _Environment(ImmutableSandboxedEnvironment):
                 _check_chars(len(left) * right)
             case "*", int(), (str() | list() | tuple()):
                 _check_chars(len(right) * left)
-            case "**", _, _:
-                _check_chars(abs(left).bit_length() * abs(right) if isinstance(left, int) else 0)
+            case "**", int(), int() if left.bit_length() * right > MAX_POWER_BITS:
+                raise TemplateRunaway(
+                    f"the model's chat template computes {left} ** {right}", param="messages"
+                )
         return super().call_binop(context, operator, left, right)
 
 
