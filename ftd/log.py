@@ -31,9 +31,10 @@ class Writer:
     """
 
     def __init__(self, stream: TextIO) -> None:
+        self.terminal = stream.isatty()
         self._stream = stream
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._pinned = ""
+        self._asked_to_pin = self._pinned = ""
         self._dropped = 0
         self._thread = threading.Thread(target=self._run, name="ftd-log", daemon=True)
         self._thread.start()
@@ -47,7 +48,9 @@ class Writer:
 
     def pin(self, text: str) -> None:
         """Show ``text`` below the log from now on; empty takes it away. Terminals only."""
-        if self._queue.qsize() < CAPACITY_LINES:
+        assert self.terminal
+        if text != self._asked_to_pin and self._queue.qsize() < CAPACITY_LINES:
+            self._asked_to_pin = text
             self._queue.put(lambda: self._write_pinned(text))
 
     def close(self, timeout_s: float = 1.0) -> None:
@@ -108,7 +111,7 @@ def configure(stream: TextIO, *, level: str = "info", terminal: bool | None = No
         structlog.processors.StackInfoRenderer(),
         _stamp,
     ]
-    if stream.isatty() if terminal is None else terminal:
+    if writer.terminal if terminal is None else terminal:
         renderer: list[structlog.typing.Processor] = [
             _short_clock,
             structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback),

@@ -14,8 +14,8 @@ from ftd import __version__
 from ftd.control import protocol as p
 from ftd.errors import NotReady, RequestInvalid
 from ftd.lifecycle import Lifecycle
-from ftd.served import How
-from ftd.succession import fits_beside
+from ftd.lifecycle.served import How
+from ftd.lifecycle.succession import fits_beside
 
 INTERVAL_S = (0.05, 60.0)  # between two results of watch
 

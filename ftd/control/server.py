@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 import structlog
 
-from ftd.beside import cancel_all
 from ftd.control.protocol import (
     LINE_LIMIT_BYTES,
     Command,
@@ -29,6 +28,7 @@ from ftd.control.protocol import (
 )
 from ftd.control.socket_file import SocketFile
 from ftd.errors import FtdError
+from ftd.lifecycle.beside import cancel_all
 
 log = structlog.get_logger(__name__)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ftd.engine.api import EngineLimits, EngineStatus, Finish, Output, RequestInfo
 from ftd.errors import FtdError, ModelNotFound, NotReady, RequestCancelled
-from ftd.succession import Need, Preflight
+from ftd.lifecycle.succession import Need, Preflight
 
 LIMITS = EngineLimits(context_tokens=64, pool_tokens=128, max_running=4, max_waiting=8, vocab=32)
 

@@ -23,8 +23,8 @@ from ftd.errors import (
     TimedOut,
 )
 from ftd.lifecycle import Lifecycle
-from ftd.served import How, Phase, State
-from ftd.succession import Need
+from ftd.lifecycle.served import How, Phase, State
+from ftd.lifecycle.succession import Need
 
 TOO_BIG = Need(2**40, 2**30)  # beside another model
 
@@ -121,7 +121,7 @@ class TestLoad:
         assert lifecycle.state is State.STOPPED
 
     async def test_stop_leaves_a_stuck_loader_behind(self, monkeypatch):
-        monkeypatch.setattr("ftd.lifecycle.CANCEL_TIMEOUT_S", 0.05)
+        monkeypatch.setattr("ftd.lifecycle.lifecycle.CANCEL_TIMEOUT_S", 0.05)
         lifecycle = Lifecycle(Config(model="a"), ScriptedModels(a=Script(stuck_s=0.5)))
         loading = asyncio.create_task(lifecycle.load())
         await until(lambda: lifecycle.progress and lifecycle.progress.phase is Phase.READING)
@@ -363,7 +363,7 @@ class TestStop:
 
 class TestFailure:
     async def test_not_ready_with_the_cause_then_recovers(self, monkeypatch):
-        monkeypatch.setattr("ftd.succession.FIRST_DELAY_S", 0.01)
+        monkeypatch.setattr("ftd.lifecycle.succession.FIRST_DELAY_S", 0.01)
         gate = threading.Event()
         gate.set()
         async with served(ScriptedModels(a=Script(gate=gate))) as lifecycle:
@@ -383,7 +383,7 @@ class TestFailure:
             supervising.cancel()
 
     async def test_gives_up_after_too_many(self, monkeypatch):
-        monkeypatch.setattr("ftd.succession.FIRST_DELAY_S", 0.001)
+        monkeypatch.setattr("ftd.lifecycle.succession.FIRST_DELAY_S", 0.001)
         failures = deque([None, OSError("1"), OSError("2"), OSError("3"), OSError("4")])
         models = ScriptedModels(a=Script(failures=failures))
         async with served(models) as lifecycle:

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftd.succession import (
+from ftd.lifecycle.succession import (
     FAILURE_PERIOD_S,
     HEADROOM_BYTES,
     MAX_FAILURES,

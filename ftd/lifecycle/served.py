@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ftd.engine.api import EngineHandle, EngineLimits
-from ftd.succession import Preflight
+from ftd.lifecycle.succession import Preflight
 from ftd.units import format_bytes
 
 if TYPE_CHECKING:

@@ -21,11 +21,20 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import structlog
 
-from ftd.beside import cancel_all, on_thread, trim_memory
 from ftd.engine.api import EngineHandle, EngineRequest, Finish, Sampling
 from ftd.errors import Busy, EngineFailed, FtdError, LoadFailed, NotReady, TimedOut
-from ftd.served import Candidate, How, Models, Phase, Progress, Reloaded, ServedModel, State
-from ftd.succession import Preflight, fits_beside, recovery_delay_s, retry_after_s
+from ftd.lifecycle.beside import cancel_all, on_thread, trim_memory
+from ftd.lifecycle.served import (
+    Candidate,
+    How,
+    Models,
+    Phase,
+    Progress,
+    Reloaded,
+    ServedModel,
+    State,
+)
+from ftd.lifecycle.succession import Preflight, fits_beside, recovery_delay_s, retry_after_s
 
 if TYPE_CHECKING:
     from ftd.config import Config

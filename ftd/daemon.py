@@ -1,0 +1,213 @@
+"""Assemble the daemon and run it: control socket and HTTP at once, the model beside.
+
+    ftd ──► control socket, HTTP port (health: 503) ──► load ──► READY ──► signal, stop, failure
+                                                                                │
+              exit ◄── socket file removed ◄── HTTP closed ◄── engine closed ◄──┘
+
+Ends within ``EXIT_WITHIN_S`` of a signal whatever the state; a second signal cuts running requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from typing import NoReturn
+
+import structlog
+
+from ftd import log as logs
+from ftd.config import Config
+from ftd.control.commands import LifecycleCommands
+from ftd.control.server import ControlServer
+from ftd.errors import AddressInUse, ConfigError, FtdError
+from ftd.lifecycle import Lifecycle
+from ftd.lifecycle.served import Models
+from ftd.pulse import Pulse
+from ftd.systemd import Notifier
+
+log = structlog.get_logger(__name__)
+
+SWITCH_INTERVAL_S = 0.0005  # the engine thread must not wait 5 ms for the GIL between two steps
+EXIT_WITHIN_S = 4.5  # of a signal; half a second less than is promised
+GRACE_S = 2.5  # of it, for running requests to finish
+HTTP_CLOSE_S = 0.5  # of it, for the last bytes of answers
+
+
+def run(config: Config, models: Models | None = None) -> int:
+    """Serve until a signal or ``ftctl stop``; 0 then.
+
+    Raises:
+        FtdError: the port or socket is taken, the model cannot be loaded, the engine keeps failing.
+    """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    terminal = None if config.log_format == "auto" else config.log_format == "console"
+    writer = logs.configure(sys.stderr, level=config.log_level, terminal=terminal)
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(_Daemon(config, models or _checkpoints(), writer).run())
+    finally:
+        writer.close()
+
+
+class _AskedToEnd(Exception):
+    """Ends the group of tasks; no failure."""
+
+
+class _Daemon:
+    def __init__(self, config: Config, models: Models, writer: logs.Writer) -> None:
+        self._config = config
+        self._writer = writer
+        self._lifecycle = Lifecycle(config, models)
+        self._notifier = Notifier.from_environ(os.environ)
+        self._end_asked = asyncio.Event()
+        self._remove_socket: Callable[[], None] = lambda: None
+
+    async def run(self) -> int:
+        commands = LifecycleCommands(self._lifecycle, stop=self._end)
+        async with AsyncExitStack() as open_ends:
+            control = ControlServer(self._config.socket, commands)
+            open_ends.push_async_callback(control.close)  # last of all: ftctl stop waits for it
+            self._remove_socket = control.remove_file
+            await control.start()
+            commands.http = await open_ends.enter_async_context(
+                _http(self._lifecycle, self._config)
+            )
+            log.info("daemon.started", http=commands.http, socket=str(self._config.socket))
+            with self._signals():
+                try:
+                    await self._work(commands.http)
+                finally:
+                    self._notifier.stopping()
+                    await self._lifecycle.stop(min(GRACE_S, self._config.drain_timeout))
+        log.info("daemon.ended")
+        return 0
+
+    async def _work(self, http: str) -> None:
+        """Load and look after the model. Returns when asked to end; raises FtdError."""
+        pulse = Pulse(self._lifecycle, self._notifier, self._writer, http)
+        failure: FtdError | None = None
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                self._tasks.create_task(self._wait_end())
+                self._tasks.create_task(self._load())
+                self._tasks.create_task(self._lifecycle.supervise())
+                self._tasks.create_task(pulse.run())
+        except* _AskedToEnd:
+            pass
+        except* FtdError as group:
+            failure = next(_leaves(group))
+        if failure:
+            raise failure
+
+    async def _load(self) -> None:
+        await self._lifecycle.load()
+        self._notifier.ready()
+
+    async def _reload(self) -> None:
+        try:
+            await self._lifecycle.reload(timeout_s=self._config.drain_timeout)
+        except FtdError as error:  # the model that was serving serves on, or health says why not
+            log.warning("daemon.reload_failed", error=str(error))
+
+    async def _wait_end(self) -> NoReturn:
+        await self._end_asked.wait()
+        raise _AskedToEnd
+
+    def _end(self) -> None:
+        if self._end_asked.is_set():
+            self._lifecycle.cut()
+            return
+        self._end_asked.set()
+        _exit_within(EXIT_WITHIN_S, self._remove_socket)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        def end(name: str) -> None:
+            log.info("daemon.signalled", signal=name, cut=self._end_asked.is_set())
+            self._end()
+
+        def reload() -> None:
+            log.info("daemon.signalled", signal="SIGHUP")
+            if not self._end_asked.is_set():
+                self._tasks.create_task(self._reload())
+
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, end, "SIGTERM")
+        loop.add_signal_handler(signal.SIGINT, end, "SIGINT")
+        loop.add_signal_handler(signal.SIGHUP, reload)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                loop.remove_signal_handler(number)
+
+
+@asynccontextmanager
+async def _http(lifecycle: Lifecycle, config: Config) -> AsyncIterator[str]:
+    """The HTTP front end on its port; gives the address it listens on."""
+    from aiohttp import web
+
+    from ftd.http.app import make_app, make_runner
+
+    runner = make_runner(make_app(lifecycle, config), close_s=HTTP_CLOSE_S)
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, config.http.host, config.http.port).start()
+        except OSError as error:
+            raise _not_listening(config, error) from error
+        host, port = runner.addresses[0][:2]
+        yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    finally:
+        await runner.cleanup()
+
+
+def _not_listening(config: Config, error: OSError) -> FtdError:
+    import errno
+
+    if error.errno == errno.EADDRINUSE:
+        return AddressInUse(
+            f"--http {config.http}: the port is taken by another process",
+            hint="ftctl status shows whether it is an ftd; --http 127.0.0.1:0 takes any free port",
+        )
+    return ConfigError(f"--http {config.http}: cannot listen there: {error.strerror or error}")
+
+
+def _leaves(group: BaseExceptionGroup[FtdError]) -> Iterator[FtdError]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
+
+
+def _exit_within(seconds: float, remove_socket: Callable[[], None]) -> None:
+    """Leave the process by force, should anything hang while it ends."""
+
+    def leave() -> None:
+        remove_socket()
+        os.write(2, b"ftd: something hung while ending; left by force\n")
+        os._exit(1)
+
+    guard = threading.Timer(seconds, leave)
+    guard.daemon = True
+    guard.start()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # not made for this platform
+        return None
+    return uvloop.new_event_loop
+
+
+def _checkpoints() -> Models:
+    from ftd.lifecycle.checkpoints import Checkpoints
+
+    return Checkpoints()
