@@ -15,7 +15,15 @@ setup(
             sources=sorted(glob("kernels/cpu/*.cpp")),
             depends=sorted(glob("kernels/cpu/*.h")),
             language="c++",
-            extra_compile_args=["-std=c++17", "-O3", "-pthread", "-fvisibility=hidden"],
+            # no contraction: the order of additions must not depend on where the compiler happens
+            # to see a product and a sum together (kernels/cpu/kernels.h)
+            extra_compile_args=[
+                "-std=c++17",
+                "-O3",
+                "-pthread",
+                "-fvisibility=hidden",
+                "-ffp-contract=off",
+            ],
             extra_link_args=["-pthread"],
             py_limited_api=True,
             optional=True,

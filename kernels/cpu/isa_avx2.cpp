@@ -1,0 +1,105 @@
+// 256-bit vectors: AVX2, FMA and F16C, on every x86-64 server and desktop since 2015.
+#include "kernels.h"
+
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+// After the includes, so that nothing of theirs is compiled for this processor.
+#pragma GCC target("avx2,fma,f16c")
+
+namespace ftd {
+namespace {
+
+constexpr int kTokenTile = 3;  // 12 of 16 registers hold partial sums
+
+struct Vec {
+  static constexpr int kLanes = 8;
+  __m256 v;
+
+  static Vec zero() { return {_mm256_setzero_ps()}; }
+  static Vec all(float x) { return {_mm256_set1_ps(x)}; }
+  static Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
+  static Vec load(const bf16* p) {
+    const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16))};
+  }
+  static Vec load(const f16* p) {
+    return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+  }
+  void store(float* p) const { _mm256_storeu_ps(p, v); }
+  void store(bf16* p) const {
+    const __m256i u = _mm256_castps_si256(v);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+    __m256i r = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd), 16);
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    r = _mm256_blendv_epi8(r, _mm256_set1_epi32(0x7fc0), nan);
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(r, r), 0x08);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+  }
+  void store(f16* p) const {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+  }
+};
+
+Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
+Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
+Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
+Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
+Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+Vec lower(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }  // b where one is NaN
+Vec upper(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
+Vec round_to_int(Vec a) { return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+Vec power_of_two(Vec n) {
+  const __m256i bits = _mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(bits, 23))};
+}
+float first(Vec a) { return _mm256_cvtss_f32(a.v); }
+
+float sum(Vec a) {
+  __m128 x = _mm_add_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
+  x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+}
+
+float largest(Vec a) {
+  __m128 x = _mm_max_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
+  x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+}
+
+template <class W>
+constexpr bool kSplitsPairs = false;
+template <>
+constexpr bool kSplitsPairs<bf16> = true;  // a shift and a mask instead of two widenings
+
+void load_pair(const bf16* p, Vec& a, Vec& b) {
+  const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  a.v = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
+  b.v = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(int(0xffff0000))));
+}
+template <class W>
+void load_pair(const W* p, Vec& a, Vec& b) {
+  a = Vec::load(p);
+  b = Vec::load(p + Vec::kLanes);
+}
+
+#include "vector_kernels.h"
+
+}  // namespace
+
+const Kernels* avx2_kernels() {
+  static const Kernels kernels = vector_kernels();
+  const bool here = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  return here ? &kernels : nullptr;
+}
+
+}  // namespace ftd
+
+#else
+
+namespace ftd {
+const Kernels* avx2_kernels() { return nullptr; }
+}  // namespace ftd
+
+#endif

@@ -1,0 +1,76 @@
+// Plain C++ for every processor: arrays of eight floats that the compiler vectorises as it can.
+#include <math.h>
+
+#include "kernels.h"
+
+namespace ftd {
+namespace {
+
+constexpr int kTokenTile = 1;
+
+struct Vec {
+  static constexpr int kLanes = 8;
+  float v[kLanes];
+
+  static Vec zero() { return {}; }
+  static Vec all(float x) { return {{x, x, x, x, x, x, x, x}}; }
+  template <class T>
+  static Vec load(const T* p) {
+    Vec r;
+    for (int i = 0; i < kLanes; ++i) r.v[i] = widen(p[i]);
+    return r;
+  }
+  template <class T>
+  void store(T* p) const {
+    for (int i = 0; i < kLanes; ++i) narrow(v[i], p[i]);
+  }
+};
+
+template <class F>
+Vec each(F f) {
+  Vec r;
+  for (int i = 0; i < Vec::kLanes; ++i) r.v[i] = f(i);
+  return r;
+}
+
+Vec operator+(const Vec& a, const Vec& b) { return each([&](int i) { return a.v[i] + b.v[i]; }); }
+Vec operator-(const Vec& a, const Vec& b) { return each([&](int i) { return a.v[i] - b.v[i]; }); }
+Vec operator*(const Vec& a, const Vec& b) { return each([&](int i) { return a.v[i] * b.v[i]; }); }
+Vec operator/(const Vec& a, const Vec& b) { return each([&](int i) { return a.v[i] / b.v[i]; }); }
+Vec fma(const Vec& a, const Vec& b, const Vec& c) { return each([&](int i) { return a.v[i] * b.v[i] + c.v[i]; }); }
+Vec lower(const Vec& a, const Vec& b) { return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
+Vec upper(const Vec& a, const Vec& b) { return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
+Vec round_to_int(const Vec& a) { return each([&](int i) { return nearbyintf(a.v[i]); }); }
+Vec power_of_two(const Vec& n) {
+  // a NaN makes the other factor NaN already; its conversion would be undefined
+  return each([&](int i) { return n.v[i] == n.v[i] ? float_of(uint32_t(int(n.v[i]) + 127) << 23) : n.v[i]; });
+}
+float first(const Vec& a) { return a.v[0]; }
+float sum(const Vec& a) {
+  return ((a.v[0] + a.v[4]) + (a.v[2] + a.v[6])) + ((a.v[1] + a.v[5]) + (a.v[3] + a.v[7]));
+}
+float largest(const Vec& a) {
+  float x = a.v[0];
+  for (int i = 1; i < Vec::kLanes; ++i) x = a.v[i] > x ? a.v[i] : x;
+  return x;
+}
+
+template <class W>
+constexpr bool kSplitsPairs = false;
+
+template <class W>
+void load_pair(const W* p, Vec& a, Vec& b) {
+  a = Vec::load(p);
+  b = Vec::load(p + Vec::kLanes);
+}
+
+#include "vector_kernels.h"
+
+}  // namespace
+
+const Kernels* portable_kernels() {
+  static const Kernels kernels = vector_kernels();
+  return &kernels;
+}
+
+}  // namespace ftd

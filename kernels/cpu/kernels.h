@@ -1,0 +1,117 @@
+// What one instruction set provides, as a table of functions; everything above it is written once.
+//
+// Order of additions. An element of W x is the sum of four vectors of partial sums; where a product
+// goes is fixed by its place in the row, and the four are added as ((0 + 1) + (2 + 3)), then across
+// lanes by a fixed tree. Rows end with zeros up to a whole step. So in float32 a result does not
+// depend on the number of tokens, on threads or on the tile. The kernels for bf16 activations on
+// AVX512-BF16 and AMX are free of this rule.
+#pragma once
+
+#include <stdint.h>
+
+#include "ftd_cpu.h"
+#include "numbers.h"
+
+namespace ftd {
+
+constexpr int kTypes = 3;        // rows of kernels/formats.py
+constexpr int kMaxStep = 128;    // of every Matmul below
+constexpr int kPackAlign = 64;   // packed pieces may start at multiples of this many inputs
+constexpr int kKeyBlock = 256;   // positions of an attention block: its softmax is merged in order
+constexpr int kKeyStage = 64;    // positions widened to float32 at a time
+constexpr int kKeyTile = 4;     // keys scored together: the stage has room for so many past the last
+constexpr int kHeadAlign = 16;   // head channels are padded to a multiple of this
+
+constexpr int64_t type_bytes(int type) { return type == FTD_F32 ? 4 : 2; }
+constexpr int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t greatest(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// out[t * out_stride + r] = weight row r · token t. Tokens lie packed in groups, as Matmul says.
+struct MatmulCall {
+  const uint8_t* weight;  // row-major
+  int64_t inputs;         // K: numbers in a row
+  int64_t rows;
+  const void* const* x;  // packed groups, each of Matmul::group tokens, the last one perhaps short
+  int64_t tokens;
+  float* out;
+  int64_t out_stride;
+  int64_t prefetch_bytes;
+};
+
+// One way to multiply, and how it wants its tokens laid out.
+struct Matmul {
+  int group;      // tokens that lie together
+  int step;       // inputs are padded with zeros to a multiple of this
+  int x_bytes;    // of one packed input
+  // Packs inputs [first, first + count) of a token into its lane of a group. The piece that ends the
+  // row also writes the padding. first is a multiple of kPackAlign.
+  void (*pack)(const void* x, int type, int64_t first, int64_t count, int64_t inputs, int lane, void* group);
+  void (*run)(const MatmulCall& call);
+
+  int64_t group_bytes(int64_t inputs) const { return round_up(inputs, step) * x_bytes * group; }
+};
+
+// One row against one block of keys, for the heads that share a kv head.
+struct AttentionRow {
+  const float* q;      // [G, Dp] float32, padded with zeros
+  int64_t begin, end;  // positions the row sees within the block
+  float* score;        // [G, kKeyBlock]
+  float* max;          // [G]
+  float* sum;          // [G]
+  float* acc;          // [G, Dp]
+};
+
+struct AttentionCall {
+  const AttentionRow* rows;
+  int64_t num_rows;
+  int64_t heads;     // G: heads of a kv head
+  int64_t head_dim;  // D
+  int64_t block;     // first position of the block
+  float scale;
+  const void* k;  // key and value of the kv head in page 0, position 0
+  const void* v;
+  int type;
+  int64_t position_stride;  // in numbers, from one position of a page to the next
+  const int32_t* pages;     // of the sequence
+  int64_t page_tokens;
+  float* stage;  // [kKeyStage + kKeyTile, Dp]
+};
+
+struct Kernels {
+  const Matmul* matmul[kTypes][kTypes];   // [weight][activation]
+  const Matmul* grouped[kTypes][kTypes];  // for kGroupedFrom tokens and more; null: none is better
+
+  // h = silu(gate) · up, rounded to the activation type, which is stored widened.
+  void (*gate_up)(const float* gate, const float* up, float* h, int64_t count, int act);
+  void (*silu_mul)(const void* gate, const void* up, void* y, int64_t count, int act);
+  void (*widen)(const void* x, int type, float* y, int64_t count);
+  void (*narrow)(const float* x, const float* bias, void* y, int type, int64_t count);  // bias may be null
+  void (*add_scaled)(const float* x, float weight, float* y, int64_t count);            // y += weight · x
+  void (*rms_norm)(const void* x, int type, const float* weight, void* y, int out, int64_t width, float eps);
+  void (*rope)(void* x, int act, const float* cos, const float* sin, int64_t half, int interleaved);
+
+  void (*attend)(const AttentionCall& call);
+  // Adds a later block to what came before: both are [G] maxima, [G] sums and [G, Dp] weighted values.
+  void (*merge)(float* max, float* sum, float* acc, const float* later_max, const float* later_sum,
+                const float* later_acc, int64_t heads, int64_t padded_dim);
+
+  int64_t (*read)(const void* data, int64_t bytes);
+};
+
+constexpr int kGroupedFrom = 4;
+
+// Null where this build or this processor has no such instructions.
+const Kernels* portable_kernels();
+const Kernels* avx2_kernels();
+const Kernels* avx512_kernels();
+const Kernels* avx512bf16_kernels();
+const Kernels* amx_kernels();
+
+// The way to multiply so many tokens at once.
+inline const Matmul& choose(const Kernels& kernels, int format, int act, int64_t tokens) {
+  const Matmul* grouped = kernels.grouped[format][act];
+  return grouped && tokens >= kGroupedFrom ? *grouped : *kernels.matmul[format][act];
+}
+
+}  // namespace ftd

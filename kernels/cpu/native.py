@@ -1,0 +1,513 @@
+"""The C++ kernels as an ``Ops``: ctypes over the plain C interface in ftd_cpu.h.
+
+A call costs about two microseconds of Python and drops the GIL while it computes. The library is
+optional: ``load`` returns None without it, and ``unavailable_reason`` says why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import time
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from ftd.errors import ConfigError
+
+from ..formats import FORMATS, ExpertLayout
+from .topology import Node, default_threads, discover_nodes, place_threads, usable_cores
+
+ABI = 1
+PARK_AFTER_US = 200  # waking a sleeping worker costs 50 µs: more than a layer's work
+PREFETCH_CHOICES_BYTES = (0, 2048, 8192, 16384)
+
+_CODE = {row.dtype: row.code for row in FORMATS.values()}
+
+
+class _PoolPlan(Structure):
+    _fields_ = (
+        ("threads", c_int32),
+        ("nodes", c_int32),
+        ("node", POINTER(c_int32)),
+        ("cpu_end", POINTER(c_int32)),
+        ("cpus", POINTER(c_int32)),
+        ("park_after_us", c_int32),
+    )
+
+
+class _Layout(Structure):
+    _fields_ = (
+        ("format", c_int32),
+        ("hidden", c_int32),
+        ("inner", c_int32),
+        ("gate", c_int64),
+        ("up", c_int64),
+        ("down", c_int64),
+    )
+
+
+_P, _I, _N, _F = c_void_p, c_int32, c_int64, c_float
+_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "ftd_abi": (_I, ()),
+    "ftd_isa_name": (c_char_p, (_I,)),
+    "ftd_isa_supported": (_I, (_I,)),
+    "ftd_pool_create": (_P, (POINTER(_PoolPlan),)),
+    "ftd_pool_destroy": (None, (_P,)),
+    "ftd_pool_wake": (None, (_P,)),
+    "ftd_pool_finished": (_N, (_P,)),
+    "ftd_pool_parked": (_I, (_P,)),
+    "ftd_pool_place": (None, (_P, _N, _N, _I)),
+    "ftd_ops_create": (_P, (_P, _I)),
+    "ftd_ops_destroy": (None, (_P,)),
+    "ftd_ops_prefetch": (None, (_P, _I, _I, _I)),
+    "ftd_linear": (_I, (_P, _P, _I, _P, _I, _P, _I, _P, _I, _N, _N, _N)),
+    "ftd_moe": (_I, (_P, _P, _I, _P, _P, _P, POINTER(_Layout), _P, _N, _N, _N)),
+    "ftd_attention": (
+        _I,
+        (_P, _P, _P, _P, _I, _P, _N, _P, _P, _P, _N, _N, _N, _N, _N, _F, _N),
+    ),
+    "ftd_write_kv": (_I, (_P, _P, _P, _P, _P, _P, _N, _N, _N)),
+    "ftd_rms_norm": (_I, (_P, _P, _I, _P, _I, _P, _I, _N, _N, _F)),
+    "ftd_rope": (_I, (_P, _P, _I, _P, _P, _N, _N, _N, _N, _I)),
+    "ftd_silu_mul": (_I, (_P, _P, _P, _P, _I, _N)),
+    "ftd_read": (_N, (_P, _P, _N)),
+}
+
+
+class LibraryUnavailable(Exception):
+    """Why the C++ kernels cannot be used here: no fault of anybody, torch computes instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What ``NativeOps.calibrate`` measured and set."""
+
+    prefetch_bytes: tuple[int, int]  # for one token, for several
+    expert_bytes_per_s: tuple[float, float]  # expert weights, for one token and for four
+    read_bytes_per_s: float  # plain read of the same memory by the same threads
+
+
+class Library:
+    """The opened library: its functions and the instruction sets it has."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        path = path or _installed_path()
+        try:
+            self.functions = ctypes.CDLL(str(path))
+            for name, (result, arguments) in _SIGNATURES.items():
+                function = getattr(self.functions, name)
+                function.restype, function.argtypes = result, arguments
+        except (OSError, AttributeError) as error:
+            raise LibraryUnavailable(f"{path} cannot be opened: {error}") from error
+        if (found := self.functions.ftd_abi()) != ABI:
+            raise LibraryUnavailable(f"{path} has interface {found}, {ABI} is needed: reinstall")
+
+    def isas(self) -> dict[str, bool]:
+        """Instruction sets from worst to best, and whether this processor has each."""
+        found: dict[str, bool] = {}
+        while name := self.functions.ftd_isa_name(len(found)):
+            found[name.decode()] = bool(self.functions.ftd_isa_supported(len(found)))
+        return found
+
+    def choose_isa(self, wanted: str = "auto") -> str:
+        """The best one here, or the wanted one. Raises ConfigError for one that cannot run."""
+        here = [name for name, supported in self.isas().items() if supported]
+        if wanted == "auto":
+            return here[-1]
+        if wanted not in here:
+            why = "this processor lacks it" if wanted in self.isas() else "no such instruction set"
+            raise ConfigError(f"FTD_CPU_ISA={wanted}: {why}", hint=f"use auto, {', '.join(here)}")
+        return wanted
+
+
+def _installed_path() -> Path:
+    spec = importlib.util.find_spec("ftd._cpu_kernels")
+    if spec is None or spec.origin is None:
+        raise LibraryUnavailable("not built: install g++ 11 or later, then install ftd again")
+    return Path(spec.origin)
+
+
+def load(
+    isa: str = "auto",
+    threads: int | None = None,
+    *,
+    pin: bool = False,
+    library: Path | None = None,
+) -> NativeOps | None:
+    """The C++ kernels with a pool of their own, or None: then ``unavailable_reason`` says why.
+
+    Args:
+        isa: the value of FTD_CPU_ISA: an instruction set, or auto for the best one here.
+        threads: the caller included; None: what suits the machine.
+        pin: keep each worker on one processor.
+        library: another file than the installed one.
+    Raises:
+        ConfigError: ``isa`` is unknown or this processor lacks it.
+    """
+    try:
+        opened = Library(library)
+    except LibraryUnavailable:
+        return None
+    name = opened.choose_isa(isa)
+    return NativeOps(CpuPool(opened, threads, pin=pin), name)
+
+
+def unavailable_reason(library: Path | None = None) -> str | None:
+    """Why ``load`` returns None; None where it does not."""
+    try:
+        Library(library)
+    except LibraryUnavailable as reason:
+        return str(reason)
+    return None
+
+
+class CpuPool:
+    """The threads that compute: the caller of an operation and ``threads - 1`` workers.
+
+    Workers spin for ``park_after_us`` after their last work, then sleep.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        threads: int | None = None,
+        *,
+        pin: bool = False,
+        nodes: Sequence[Node] | None = None,
+        park_after_us: int = PARK_AFTER_US,
+    ) -> None:
+        self.threads = default_threads(usable_cores()) if threads is None else threads
+        assert self.threads >= 1, self.threads
+        self.nodes = tuple(nodes or discover_nodes())
+        self.library = library
+        placement = place_threads(self.threads, self.nodes, pin)
+        cpus = [cpu for group in placement.cpus for cpu in group]
+        ends, end = [], 0
+        for group in placement.cpus:
+            ends.append(end := end + len(group))
+        plan = _PoolPlan(
+            self.threads,
+            len(self.nodes),
+            (c_int32 * self.threads)(*placement.node),
+            (c_int32 * self.threads)(*ends),
+            (c_int32 * max(1, len(cpus)))(*cpus),
+            park_after_us,
+        )
+        self.handle = library.functions.ftd_pool_create(byref(plan))
+        if not self.handle:
+            raise ConfigError(
+                f"{self.threads} CPU threads cannot be started",
+                hint="lower cpu_threads, or raise the limit on threads (ulimit -u, TasksMax)",
+            )
+
+    def wake(self) -> None:
+        """Before a step: sleeping workers start spinning."""
+        self.library.functions.ftd_pool_wake(self.handle)
+
+    @property
+    def finished(self) -> int:
+        """Units of work done so far: grows while the pool is alive and busy."""
+        return self.library.functions.ftd_pool_finished(self.handle)
+
+    @property
+    def parked(self) -> int:
+        """Workers asleep."""
+        return self.library.functions.ftd_pool_parked(self.handle)
+
+    def place(self, address: int, num_bytes: int, node: int) -> None:
+        """Say on which ``Node.number`` memory lies: its experts are computed there first."""
+        index = [n.number for n in self.nodes].index(node)
+        self.library.functions.ftd_pool_place(self.handle, address, num_bytes, index)
+
+    def close(self) -> None:
+        """End the threads; no operation may run or follow."""
+        handle, self.handle = self.handle, None
+        if handle:
+            self.library.functions.ftd_pool_destroy(handle)
+
+
+class NativeOps:
+    """``kernels.ops.Ops`` by the C++ kernels of one instruction set."""
+
+    def __init__(self, pool: CpuPool, isa: str) -> None:
+        self.name = isa
+        self.pool = pool
+        self._c = pool.library.functions
+        index = list(pool.library.isas()).index(isa)
+        self._ops = self._c.ftd_ops_create(pool.handle, index)
+        assert self._ops, isa
+        self._layouts: dict[ExpertLayout, _Layout] = {}
+
+    def close(self) -> None:
+        """End the pool's threads; the last call."""
+        ops, self._ops = self._ops, None
+        if ops:
+            self._c.ftd_ops_destroy(ops)
+            self.pool.close()
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        T, K = x.shape
+        O, inputs = weight.shape  # noqa: E741
+        assert inputs == K, (x.shape, weight.shape)
+        assert x.is_contiguous() and weight.is_contiguous(), (x.stride(), weight.stride())
+        y = torch.empty(T, O, dtype=out_dtype or x.dtype)
+        bias_pointer, bias_code = None, 0
+        if bias is not None:
+            assert bias.shape == (O,) and bias.is_contiguous(), (bias.shape, O)
+            bias_pointer, bias_code = bias.data_ptr(), _CODE[bias.dtype]
+        fault = self._c.ftd_linear(
+            self._ops,
+            x.data_ptr(),
+            _CODE[x.dtype],
+            weight.data_ptr(),
+            _CODE[weight.dtype],
+            bias_pointer,
+            bias_code,
+            y.data_ptr(),
+            _CODE[y.dtype],
+            T,
+            O,
+            K,
+        )
+        assert fault == 0, (fault, x.shape, weight.shape)
+        return y
+
+    def moe(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        address: torch.Tensor,
+        layout: ExpertLayout,
+    ) -> torch.Tensor:
+        (T, H), (rows, K) = x.shape, ids.shape
+        assert layout.hidden == H and rows == T and weights.shape == ids.shape, (x.shape, ids.shape)
+        assert (ids.dtype, weights.dtype, address.dtype) == (
+            torch.int32,
+            torch.float32,
+            torch.int64,
+        )
+        assert all(t.is_contiguous() for t in (x, ids, weights, address))
+        y = torch.empty(T, H, dtype=torch.float32)
+        fault = self._c.ftd_moe(
+            self._ops,
+            x.data_ptr(),
+            _CODE[x.dtype],
+            ids.data_ptr(),
+            weights.data_ptr(),
+            address.data_ptr(),
+            byref(self._layout(layout)),
+            y.data_ptr(),
+            T,
+            K,
+            address.numel(),
+        )
+        assert fault == 0, (fault, x.shape, ids)
+        return y
+
+    def _layout(self, layout: ExpertLayout) -> _Layout:
+        if layout not in self._layouts:
+            self._layouts[layout] = _Layout(
+                layout.format.code,
+                layout.hidden,
+                layout.inner,
+                layout.gate_offset,
+                layout.up_offset,
+                layout.down_offset,
+            )
+        return self._layouts[layout]
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        page_table: torch.Tensor,
+        sequence: torch.Tensor,
+        position: torch.Tensor,
+        scale: float,
+        window: int | None = None,
+    ) -> torch.Tensor:
+        T, N, D = q.shape
+        _, page_tokens, kv_heads, head_dim = k_pages.shape
+        assert head_dim == D and k_pages.shape == v_pages.shape, (q.shape, k_pages.shape)
+        assert q.dtype == k_pages.dtype == v_pages.dtype, (q.dtype, k_pages.dtype, v_pages.dtype)
+        assert page_table.dtype == sequence.dtype == position.dtype == torch.int32
+        assert all(t.is_contiguous() for t in (q, k_pages, v_pages, page_table, sequence, position))
+        out = torch.empty(T, N, D, dtype=q.dtype)
+        fault = self._c.ftd_attention(
+            self._ops,
+            q.data_ptr(),
+            k_pages.data_ptr(),
+            v_pages.data_ptr(),
+            _CODE[q.dtype],
+            page_table.data_ptr(),
+            page_table.shape[1],
+            sequence.data_ptr(),
+            position.data_ptr(),
+            out.data_ptr(),
+            T,
+            N,
+            kv_heads,
+            D,
+            page_tokens,
+            scale,
+            window or 0,
+        )
+        assert fault == 0, (fault, q.shape, k_pages.shape, page_table.shape, position)
+        return out
+
+    def write_kv(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        place: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+    ) -> None:
+        T, kv_heads, D = k.shape
+        assert k.shape == v.shape and k_pages.shape[2:] == (kv_heads, D), (k.shape, k_pages.shape)
+        assert k.dtype == v.dtype == k_pages.dtype == v_pages.dtype, (k.dtype, k_pages.dtype)
+        assert place.dtype == torch.int64 and place.shape == (T,), (place.dtype, place.shape)
+        assert all(t.is_contiguous() for t in (k, v, place, k_pages, v_pages))
+        fault = self._c.ftd_write_kv(
+            self._ops,
+            k.data_ptr(),
+            v.data_ptr(),
+            place.data_ptr(),
+            k_pages.data_ptr(),
+            v_pages.data_ptr(),
+            T,
+            k_pages.shape[0] * k_pages.shape[1],
+            kv_heads * D * k.element_size(),
+        )
+        assert fault == 0, (fault, place)
+
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        H = x.shape[-1]
+        assert weight.shape == (H,) and x.is_contiguous() and weight.is_contiguous(), x.shape
+        y = torch.empty(x.shape, dtype=out_dtype)
+        fault = self._c.ftd_rms_norm(
+            self._ops,
+            x.data_ptr(),
+            _CODE[x.dtype],
+            weight.data_ptr(),
+            _CODE[weight.dtype],
+            y.data_ptr(),
+            _CODE[out_dtype],
+            x.numel() // H,
+            H,
+            eps,
+        )
+        assert fault == 0, (fault, x.shape)
+        return y
+
+    def rope(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
+    ) -> torch.Tensor:
+        T, N, D = x.shape
+        assert cos.shape == sin.shape and cos.shape[0] == T, (x.shape, cos.shape, sin.shape)
+        assert cos.dtype == sin.dtype == torch.float32, (cos.dtype, sin.dtype)
+        assert x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous(), x.stride()
+        fault = self._c.ftd_rope(
+            self._ops,
+            x.data_ptr(),
+            _CODE[x.dtype],
+            cos.data_ptr(),
+            sin.data_ptr(),
+            T,
+            N,
+            D,
+            cos.shape[1],
+            interleaved,
+        )
+        assert fault == 0, (fault, x.shape, cos.shape)
+        return x
+
+    def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        assert gate.shape == up.shape and gate.dtype == up.dtype, (gate.shape, up.shape)
+        assert gate.is_contiguous() and up.is_contiguous(), (gate.stride(), up.stride())
+        y = torch.empty_like(gate)
+        fault = self._c.ftd_silu_mul(
+            self._ops,
+            gate.data_ptr(),
+            up.data_ptr(),
+            y.data_ptr(),
+            _CODE[gate.dtype],
+            gate.numel(),
+        )
+        assert fault == 0, (fault, gate.shape)
+        return y
+
+    def read(self, address: int, num_bytes: int) -> int:
+        """Read memory with all threads as fast as the machine can; a checksum of it."""
+        return self._c.ftd_read(self._ops, address, num_bytes)
+
+    def set_prefetch(self, layout: ExpertLayout, one_bytes: int, several_bytes: int) -> None:
+        """How far ahead weights of this format are asked for, with one token and with several."""
+        for several, distance in enumerate((one_bytes, several_bytes)):
+            self._c.ftd_ops_prefetch(self._ops, layout.format.code, several, distance)
+
+    def calibrate(
+        self,
+        layout: ExpertLayout,
+        address: torch.Tensor,  # [E] int64, as for moe
+        act: torch.dtype,
+        experts_per_token: int,
+        seconds: float = 1.0,
+    ) -> Calibration:
+        """Measure prefetch distances on real experts, set the best, report the rates reached.
+
+        The best distance depends on the processor, the format and the number of tokens; a wrong one
+        costs up to half the speed. Candidates take turns, so that noise meets them alike.
+        """
+        generator = torch.Generator().manual_seed(0)
+        per_token = min(experts_per_token, address.numel())
+        best, rates = [], []
+        for tokens in (1, 4):
+            x = torch.randn(tokens, layout.hidden, generator=generator).to(act)
+            weights = torch.full((tokens, per_token), 1.0 / per_token)
+            samples: dict[int, list[float]] = {c: [] for c in PREFETCH_CHOICES_BYTES}
+            deadline = time.perf_counter() + seconds * 0.45
+            while time.perf_counter() < deadline or not all(samples.values()):
+                for choice in PREFETCH_CHOICES_BYTES:
+                    self.set_prefetch(layout, choice, choice)
+                    row = torch.randperm(address.numel(), generator=generator)[:per_token]
+                    ids = row.to(torch.int32).expand(tokens, per_token).contiguous()
+                    begin = time.perf_counter()
+                    self.moe(x, ids, weights, address, layout)
+                    samples[choice].append(time.perf_counter() - begin)
+            took = {choice: median(values) for choice, values in samples.items()}
+            best.append(min(took, key=took.__getitem__))
+            rates.append(per_token * layout.payload_bytes / took[best[-1]])
+        self.set_prefetch(layout, best[0], best[1])
+        return Calibration(
+            (best[0], best[1]),
+            (rates[0], rates[1]),
+            self._read_rate(layout, address, seconds * 0.1),
+        )
+
+    def _read_rate(self, layout: ExpertLayout, address: torch.Tensor, seconds: float) -> float:
+        rates: list[float] = []
+        deadline = time.perf_counter() + seconds
+        for record in address[torch.randperm(address.numel())].tolist():
+            begin = time.perf_counter()
+            self.read(record, layout.payload_bytes)
+            rates.append(layout.payload_bytes / (time.perf_counter() - begin))
+            if time.perf_counter() > deadline:
+                break
+        return median(rates)

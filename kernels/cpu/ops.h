@@ -1,0 +1,67 @@
+// What every operation has at hand: a pool, the kernels of one instruction set, prefetch distances.
+#pragma once
+
+#include "kernels.h"
+#include "pool.h"
+
+struct FtdPool {
+  explicit FtdPool(const FtdPoolPlan& plan) : pool(plan) {}
+  ftd::Pool pool;
+};
+
+struct FtdOps {
+  ftd::Pool& pool;
+  const ftd::Kernels& kernels;
+  int64_t prefetch_bytes[ftd::kTypes][2] = {};  // [format][several tokens]
+};
+
+namespace ftd {
+
+// One operation's turn on the pool, with the shared scratch memory empty.
+class Turn {
+ public:
+  explicit Turn(Pool& pool) : lock_(pool.turn()) { pool.shared().reset(); }
+
+ private:
+  std::lock_guard<std::mutex> lock_;
+};
+
+inline bool known(int32_t type) { return type >= 0 && type < kTypes; }
+
+inline const void* offset(const void* p, int64_t bytes) { return static_cast<const char*>(p) + bytes; }
+inline void* offset(void* p, int64_t bytes) { return static_cast<char*>(p) + bytes; }
+
+// Work below this many bytes (or multiplications) is done by the caller: handing it out costs as much.
+constexpr int64_t kWorthSharing = 48 << 10;
+
+// Runs work(first, last, thread) over pieces of [0, count), each a multiple of align but for the last.
+// cost is that of one item, in bytes read or multiplications.
+template <class Work>
+void split(Pool& pool, int64_t count, int64_t align, int64_t cost, Work&& work) {
+  const int64_t blocks = (count + align - 1) / align;
+  if (count * cost < kWorthSharing || pool.threads() == 1) {
+    work(0, count, 0);
+    return;
+  }
+  // several pieces a thread, so that a thread that was held up leaves its share to others
+  const int64_t pieces = least(blocks, greatest(2, least(count * cost / kWorthSharing, 8 * pool.threads())));
+  pool.run(pieces, [&](int64_t piece, int thread) {
+    work(blocks * piece / pieces * align, least(count, blocks * (piece + 1) / pieces * align), thread);
+  });
+}
+
+// Tokens packed for a Matmul: pointers to groups that lie one after the other.
+struct Packed {
+  const void** groups;
+  int64_t count;
+};
+
+inline Packed packed_groups(Arena& arena, const Matmul& matmul, int64_t tokens, int64_t inputs) {
+  const int64_t count = (tokens + matmul.group - 1) / matmul.group;
+  Packed packed = {arena.take<const void*>(size_t(count)), count};
+  char* data = arena.take<char>(size_t(count * matmul.group_bytes(inputs)));
+  for (int64_t g = 0; g < count; ++g) packed.groups[g] = data + g * matmul.group_bytes(inputs);
+  return packed;
+}
+
+}  // namespace ftd

@@ -1,0 +1,494 @@
+// The kernels, written once over a vector type. Included by each isa_*.cpp inside its own unnamed
+// namespace, after it has chosen its instructions and defined
+//   Vec                    kLanes floats: zero(), all(x), load(p), store(p) for every number type
+//   + - * /, fma, lower, upper, round_to_int, power_of_two; sum, largest, first over lanes
+//   load_pair(p, a, b)     2 · kLanes weights, widened
+//   kSplitsPairs<W>        whether a gets the even ones and b the odd, else the first and second half
+//   kTokenTile             tokens whose partial sums fit the registers
+// No include guard, and no function of the standard library: an inline one compiled here for a
+// newer processor could be the copy that the linker keeps for everybody.
+
+constexpr int kPairs = 2;                               // pairs of vectors a step: four partial sums
+constexpr int kStep = kPairs * 2 * Vec::kLanes;         // inputs a step
+
+template <class T>
+Vec load_some(const T* p, int64_t count) {  // the rest of the lanes are zero
+  T whole[Vec::kLanes] = {};
+  for (int64_t i = 0; i < count; ++i) whole[i] = p[i];
+  return Vec::load(whole);
+}
+
+template <class T>
+void store_some(Vec x, T* p, int64_t count) {
+  T whole[Vec::kLanes];
+  x.store(whole);
+  for (int64_t i = 0; i < count; ++i) p[i] = whole[i];
+}
+
+// Calls f(T*) with the pointer type of a code.
+template <class F>
+void with_type(int type, F&& f) {
+  switch (type) {
+    case FTD_BF16: return f(static_cast<bf16*>(nullptr));
+    case FTD_F16: return f(static_cast<f16*>(nullptr));
+    default: return f(static_cast<float*>(nullptr));
+  }
+}
+
+template <class T>
+const T* at(const void* p, T*, int64_t i = 0) {
+  return static_cast<const T*>(p) + i;
+}
+template <class T>
+T* at(void* p, T*, int64_t i = 0) {
+  return static_cast<T*>(p) + i;
+}
+
+// e^x to about 1 unit in the last place; 0 below -87.3, NaN stays NaN.
+Vec exponential(Vec x) {
+  const Vec low = Vec::all(-87.33654f), high = Vec::all(88.37626f);
+  // this operand order hands a NaN on
+  x = lower(high, upper(low, x));
+  const Vec n = round_to_int(x * Vec::all(1.44269504f));
+  Vec r = fma(n, Vec::all(-0.693359375f), x);
+  r = fma(n, Vec::all(2.12194440e-4f), r);
+  Vec p = Vec::all(1.9875691500e-4f);
+  p = fma(p, r, Vec::all(1.3981999507e-3f));
+  p = fma(p, r, Vec::all(8.3334519073e-3f));
+  p = fma(p, r, Vec::all(4.1665795894e-2f));
+  p = fma(p, r, Vec::all(1.6666665459e-1f));
+  p = fma(p, r, Vec::all(5.0000001201e-1f));
+  p = fma(p, r * r, r + Vec::all(1.0f));
+  return p * power_of_two(n);
+}
+
+float exponential(float x) { return first(exponential(Vec::all(x))); }
+
+Vec silu(Vec x) {
+  x = upper(Vec::all(-88.0f), x);  // below, the exponential no longer grows with it
+  return x / (Vec::all(1.0f) + exponential(Vec::zero() - x));
+}
+
+// ---- matrix times tokens ----------------------------------------------------------------------
+
+// One weight row against C tokens. Adds in the order that kernels.h promises.
+template <class W, int C>
+void dot_row(const W* w, int64_t inputs, const float* const* x, float* out, int64_t out_stride,
+             int64_t prefetch_bytes) {
+  Vec acc[C][2 * kPairs];
+  for (int c = 0; c < C; ++c)
+    for (int i = 0; i < 2 * kPairs; ++i) acc[c][i] = Vec::zero();
+
+  auto step = [&](const W* p, int64_t k) {
+#pragma GCC unroll 2
+    for (int i = 0; i < kPairs; ++i) {
+      Vec a, b;
+      load_pair(p + i * 2 * Vec::kLanes, a, b);
+#pragma GCC unroll 8
+      for (int c = 0; c < C; ++c) {
+        const float* v = x[c] + k + i * 2 * Vec::kLanes;
+        acc[c][2 * i] = fma(a, Vec::load(v), acc[c][2 * i]);
+        acc[c][2 * i + 1] = fma(b, Vec::load(v + Vec::kLanes), acc[c][2 * i + 1]);
+      }
+    }
+  };
+
+  int64_t k = 0;
+  for (; k + kStep <= inputs; k += kStep) {
+    for (int64_t line = 0; line < int64_t(kStep * sizeof(W)); line += 64)
+      __builtin_prefetch(reinterpret_cast<const char*>(w + k) + prefetch_bytes + line, 0, 2);
+    step(w + k, k);
+  }
+  if (k < inputs) {
+    W rest[kStep] = {};
+    for (int64_t i = 0; k + i < inputs; ++i) rest[i] = w[k + i];
+    step(rest, k);
+  }
+  for (int c = 0; c < C; ++c) out[c * out_stride] = sum((acc[c][0] + acc[c][1]) + (acc[c][2] + acc[c][3]));
+}
+
+template <class W, int C>
+void dot_rows(const MatmulCall& call, int64_t row, int64_t rows, int64_t token) {
+  const W* w = reinterpret_cast<const W*>(call.weight) + row * call.inputs;
+  const float* x[C];
+  for (int c = 0; c < C; ++c) x[c] = static_cast<const float*>(call.x[token + c]);
+  float* out = call.out + token * call.out_stride + row;
+  for (int64_t r = 0; r < rows; ++r)
+    dot_row<W, C>(w + r * call.inputs, call.inputs, x, out + r, call.out_stride, call.prefetch_bytes);
+}
+
+template <class W, int C>
+void dot_tile(const MatmulCall& call, int64_t row, int64_t rows, int64_t token, int64_t tokens) {
+  if constexpr (C > 1) {
+    if (tokens < C) return dot_tile<W, C - 1>(call, row, rows, token, tokens);
+  }
+  dot_rows<W, C>(call, row, rows, token);
+}
+
+// Rows in the order of their addresses; a block of them stays in the cache while the tokens pass.
+template <class W>
+void matmul(const MatmulCall& call) {
+  constexpr int64_t kRows = 16;
+  for (int64_t row = 0; row < call.rows; row += kRows) {
+    const int64_t rows = least(kRows, call.rows - row);
+    for (int64_t t = 0; t < call.tokens; t += kTokenTile)
+      dot_tile<W, kTokenTile>(call, row, rows, t, call.tokens - t);
+  }
+}
+
+// Inputs in the order in which load_pair of W hands out weights.
+template <class W>
+void pack(const void* x, int type, int64_t first, int64_t count, int64_t inputs, int, void* group) {
+  float* to = static_cast<float*>(group);
+  with_type(type, [&](auto* t) {
+    const auto* from = at(x, t);
+    const int64_t end = first + count == inputs ? round_up(inputs, kStep) : first + count;
+    for (int64_t k = first; k < end; k += 2 * Vec::kLanes) {
+      float in[2 * Vec::kLanes] = {};
+      const int64_t have = greatest(0, least(2 * Vec::kLanes, first + count - k));
+      for (int64_t i = 0; i < have; ++i) in[i] = widen(from[k - first + i]);
+      if constexpr (kSplitsPairs<W>) {
+        for (int i = 0; i < Vec::kLanes; ++i) {
+          to[k + i] = in[2 * i];
+          to[k + Vec::kLanes + i] = in[2 * i + 1];
+        }
+      } else {
+        for (int i = 0; i < 2 * Vec::kLanes; ++i) to[k + i] = in[i];
+      }
+    }
+  });
+}
+
+template <class W>
+constexpr Matmul kMatmul = {1, kStep, sizeof(float), pack<W>, matmul<W>};
+
+// ---- element-wise and row-wise ----------------------------------------------------------------
+
+template <class Act>
+Vec rounded(Act*, Vec x) {  // to Act and back
+  Act whole[Vec::kLanes];
+  x.store(whole);
+  return Vec::load(whole);
+}
+
+void gate_up(const float* gate, const float* up, float* h, int64_t count, int act) {
+  with_type(act, [&](auto* t) {
+    int64_t i = 0;
+    for (; i + Vec::kLanes <= count; i += Vec::kLanes)
+      rounded(t, silu(Vec::load(gate + i)) * Vec::load(up + i)).store(h + i);
+    if (i < count) {
+      const Vec y = silu(load_some(gate + i, count - i)) * load_some(up + i, count - i);
+      store_some(rounded(t, y), h + i, count - i);
+    }
+  });
+}
+
+void silu_mul(const void* gate, const void* up, void* y, int64_t count, int act) {
+  with_type(act, [&](auto* t) {
+    const auto *g = at(gate, t), *u = at(up, t);
+    auto* out = at(y, t);
+    int64_t i = 0;
+    for (; i + Vec::kLanes <= count; i += Vec::kLanes) (silu(Vec::load(g + i)) * Vec::load(u + i)).store(out + i);
+    if (i < count) store_some(silu(load_some(g + i, count - i)) * load_some(u + i, count - i), out + i, count - i);
+  });
+}
+
+void widen_all(const void* x, int type, float* y, int64_t count) {
+  with_type(type, [&](auto* t) {
+    const auto* from = at(x, t);
+    int64_t i = 0;
+    for (; i + Vec::kLanes <= count; i += Vec::kLanes) Vec::load(from + i).store(y + i);
+    if (i < count) store_some(load_some(from + i, count - i), y + i, count - i);
+  });
+}
+
+void narrow_all(const float* x, const float* bias, void* y, int type, int64_t count) {
+  with_type(type, [&](auto* t) {
+    auto* to = at(y, t);
+    int64_t i = 0;
+    for (; i + Vec::kLanes <= count; i += Vec::kLanes) {
+      const Vec v = Vec::load(x + i);
+      (bias ? v + Vec::load(bias + i) : v).store(to + i);
+    }
+    if (i < count) {
+      const Vec v = load_some(x + i, count - i);
+      store_some(bias ? v + load_some(bias + i, count - i) : v, to + i, count - i);
+    }
+  });
+}
+
+void add_scaled(const float* x, float weight, float* y, int64_t count) {
+  const Vec w = Vec::all(weight);
+  int64_t i = 0;
+  for (; i + Vec::kLanes <= count; i += Vec::kLanes) fma(w, Vec::load(x + i), Vec::load(y + i)).store(y + i);
+  if (i < count) {
+    store_some(fma(w, load_some(x + i, count - i), load_some(y + i, count - i)), y + i, count - i);
+  }
+}
+
+void rms_norm(const void* x, int type, const float* weight, void* y, int out, int64_t width, float eps) {
+  with_type(type, [&](auto* t) {
+    const auto* from = at(x, t);
+    Vec squares = Vec::zero();
+    int64_t i = 0;
+    for (; i + Vec::kLanes <= width; i += Vec::kLanes) {
+      const Vec v = Vec::load(from + i);
+      squares = fma(v, v, squares);
+    }
+    if (i < width) {
+      const Vec v = load_some(from + i, width - i);
+      squares = fma(v, v, squares);
+    }
+    const Vec scale = Vec::all(1.0f / __builtin_sqrtf(sum(squares) / float(width) + eps));
+    with_type(out, [&](auto* o) {
+      auto* to = at(y, o);
+      int64_t j = 0;
+      for (; j + Vec::kLanes <= width; j += Vec::kLanes)
+        (Vec::load(from + j) * scale * Vec::load(weight + j)).store(to + j);
+      if (j < width) {
+        store_some(load_some(from + j, width - j) * scale * load_some(weight + j, width - j), to + j, width - j);
+      }
+    });
+  });
+}
+
+void rope(void* x, int act, const float* cos, const float* sin, int64_t half, int interleaved) {
+  with_type(act, [&](auto* t) {
+    auto* v = at(x, t);
+    if (interleaved) {
+      for (int64_t i = 0; i < half; ++i) {
+        const float a = widen(v[2 * i]), b = widen(v[2 * i + 1]);
+        narrow(a * cos[i] - b * sin[i], v[2 * i]);
+        narrow(b * cos[i] + a * sin[i], v[2 * i + 1]);
+      }
+      return;
+    }
+    auto* w = v + half;
+    for (int64_t i = 0; i < half; i += Vec::kLanes) {
+      const int64_t n = least(Vec::kLanes, half - i);
+      const bool whole = n == Vec::kLanes;
+      const Vec a = whole ? Vec::load(v + i) : load_some(v + i, n);
+      const Vec b = whole ? Vec::load(w + i) : load_some(w + i, n);
+      const Vec c = whole ? Vec::load(cos + i) : load_some(cos + i, n);
+      const Vec s = whole ? Vec::load(sin + i) : load_some(sin + i, n);
+      const Vec first = a * c - b * s, second = b * c + a * s;
+      if (whole) {
+        first.store(v + i);
+        second.store(w + i);
+      } else {
+        store_some(first, v + i, n);
+        store_some(second, w + i, n);
+      }
+    }
+  });
+}
+
+// ---- attention --------------------------------------------------------------------------------
+
+constexpr int kHeadTile = 2;  // heads that share what was loaded
+
+// Positions [begin, end) of the block, widened: stage[i] is position begin + i, Dp channels.
+void stage_positions(const AttentionCall& call, const void* pages, int64_t begin, int64_t end) {
+  const int64_t dim = call.head_dim, padded = round_up(dim, kHeadAlign);
+  const int64_t page_stride = call.page_tokens * call.position_stride;
+  with_type(call.type, [&](auto* t) {
+    int64_t page = begin / call.page_tokens, offset = begin % call.page_tokens;
+    for (int64_t p = begin; p < end; ++p) {
+      const auto* from = at(pages, t, call.pages[page] * page_stride + offset * call.position_stride);
+      float* to = call.stage + (p - begin) * padded;
+      int64_t d = 0;
+      for (; d + Vec::kLanes <= dim; d += Vec::kLanes) Vec::load(from + d).store(to + d);
+      if (d < dim) {
+        load_some(from + d, dim - d).store(to + d);
+        d += Vec::kLanes;
+      }
+      for (; d < padded; d += Vec::kLanes) Vec::zero().store(to + d);
+      if (++offset == call.page_tokens) offset = 0, ++page;
+    }
+  });
+}
+
+// score[h][k] for kKeyTile keys and two heads (the same one twice where only one is left).
+void score_tile(const float* q0, const float* q1, const float* k, int64_t padded, float scale, float* s0, float* s1) {
+  Vec acc[kHeadTile][kKeyTile];
+  for (int h = 0; h < kHeadTile; ++h)
+    for (int i = 0; i < kKeyTile; ++i) acc[h][i] = Vec::zero();
+  for (int64_t d = 0; d < padded; d += Vec::kLanes) {
+    const Vec a = Vec::load(q0 + d), b = Vec::load(q1 + d);
+#pragma GCC unroll 4
+    for (int i = 0; i < kKeyTile; ++i) {
+      const Vec key = Vec::load(k + i * padded + d);
+      acc[0][i] = fma(a, key, acc[0][i]);
+      acc[1][i] = fma(b, key, acc[1][i]);
+    }
+  }
+  for (int i = 0; i < kKeyTile; ++i) {
+    s0[i] = sum(acc[0][i]) * scale;
+    s1[i] = sum(acc[1][i]) * scale;
+  }
+}
+
+// acc[h] += Σ_p weight[h][p] · value[p] over positions in order, for N vectors of channels.
+template <int N>
+void value_tile(const float* p0, const float* p1, const float* v, int64_t count, int64_t padded, float* acc0,
+                float* acc1) {
+  Vec a[N], b[N];
+  for (int i = 0; i < N; ++i) {
+    a[i] = Vec::load(acc0 + i * Vec::kLanes);
+    b[i] = Vec::load(acc1 + i * Vec::kLanes);
+  }
+  for (int64_t p = 0; p < count; ++p) {
+    const Vec w0 = Vec::all(p0[p]), w1 = Vec::all(p1[p]);
+#pragma GCC unroll 4
+    for (int i = 0; i < N; ++i) {
+      const Vec value = Vec::load(v + p * padded + i * Vec::kLanes);
+      a[i] = fma(w0, value, a[i]);
+      b[i] = fma(w1, value, b[i]);
+    }
+  }
+  for (int i = 0; i < N; ++i) {
+    a[i].store(acc0 + i * Vec::kLanes);
+    b[i].store(acc1 + i * Vec::kLanes);
+  }
+}
+
+// Scores of positions [begin, end), the first of which lies at stage.
+void score_keys(const AttentionCall& call, const AttentionRow& row, int64_t begin, int64_t end, const float* stage) {
+  const int64_t padded = round_up(call.head_dim, kHeadAlign);
+  for (int64_t h = 0; h < call.heads; h += kHeadTile) {
+    const int64_t g = least(h + 1, call.heads - 1);
+    for (int64_t p = begin; p < end; p += kKeyTile) {
+      float s0[kKeyTile], s1[kKeyTile];  // keys past the end are scored and dropped: the stage has room
+      score_tile(row.q + h * padded, row.q + g * padded, stage + (p - begin) * padded, padded, call.scale, s0, s1);
+      float* to = row.score + p - call.block;
+      for (int64_t i = 0; i < least(kKeyTile, end - p); ++i) {
+        to[h * kKeyBlock + i] = s0[i];
+        to[g * kKeyBlock + i] = s1[i];
+      }
+    }
+  }
+}
+
+// Turns scores into weights e^(score - max). A position's lane is fixed by its place in the block.
+void softmax_row(const AttentionCall& call, const AttentionRow& row) {
+  const int64_t begin = row.begin - call.block, end = row.end - call.block;
+  const int64_t first_lane = begin / Vec::kLanes * Vec::kLanes, last_lane = round_up(end, Vec::kLanes);
+  for (int64_t h = 0; h < call.heads; ++h) {
+    float* score = row.score + h * kKeyBlock;
+    auto fill_outside = [&](float value) {
+      for (int64_t p = first_lane; p < begin; ++p) score[p] = value;
+      for (int64_t p = end; p < last_lane; ++p) score[p] = value;
+    };
+    fill_outside(-__builtin_inff());
+    Vec most = Vec::all(-__builtin_inff());
+    for (int64_t p = first_lane; p < last_lane; p += Vec::kLanes) most = upper(most, Vec::load(score + p));
+    row.max[h] = largest(most);
+    const Vec max = Vec::all(row.max[h]);
+    for (int64_t p = first_lane; p < last_lane; p += Vec::kLanes) exponential(Vec::load(score + p) - max).store(score + p);
+    fill_outside(0.0f);
+    Vec total = Vec::zero();
+    for (int64_t p = first_lane; p < last_lane; p += Vec::kLanes) total = total + Vec::load(score + p);
+    row.sum[h] = sum(total);
+  }
+}
+
+void add_values(const AttentionCall& call, const AttentionRow& row, int64_t begin, int64_t end, const float* stage) {
+  const int64_t padded = round_up(call.head_dim, kHeadAlign);
+  for (int64_t h = 0; h < call.heads; h += kHeadTile) {
+    const int64_t g = least(h + 1, call.heads - 1);
+    const float* p0 = row.score + h * kKeyBlock + begin - call.block;
+    const float* p1 = row.score + g * kKeyBlock + begin - call.block;
+    for (int64_t d = 0; d < padded;) {
+      float *a0 = row.acc + h * padded + d, *a1 = row.acc + g * padded + d;
+      const int64_t vectors = (padded - d) / Vec::kLanes;
+      if (vectors >= 4) {
+        value_tile<4>(p0, p1, stage + d, end - begin, padded, a0, a1);
+        d += 4 * Vec::kLanes;
+      } else {
+        value_tile<1>(p0, p1, stage + d, end - begin, padded, a0, a1);
+        d += Vec::kLanes;
+      }
+    }
+  }
+}
+
+// One block of keys against rows of one sequence: each key and value is widened once for all of them.
+void attend(const AttentionCall& call) {
+  const int64_t padded = round_up(call.head_dim, kHeadAlign);
+  int64_t first = call.rows[0].begin, last = call.rows[0].end;
+  for (int64_t r = 1; r < call.num_rows; ++r) {
+    first = least(first, call.rows[r].begin);
+    last = greatest(last, call.rows[r].end);
+  }
+  auto each_stage = [&](const void* pages, auto&& use) {
+    for (int64_t p = first; p < last; p += kKeyStage) {
+      const int64_t end = least(p + kKeyStage, last);
+      stage_positions(call, pages, p, end);
+      for (int64_t r = 0; r < call.num_rows; ++r) {
+        const AttentionRow& row = call.rows[r];
+        const int64_t from = greatest(p, row.begin), to = least(end, row.end);
+        if (from < to) use(call, row, from, to, call.stage + (from - p) * padded);
+      }
+    }
+  };
+  each_stage(call.k, score_keys);
+  for (int64_t r = 0; r < call.num_rows; ++r) {
+    const AttentionRow& row = call.rows[r];
+    if (row.begin >= row.end) continue;
+    softmax_row(call, row);
+    for (int64_t i = 0; i < call.heads * padded; ++i) row.acc[i] = 0.0f;
+  }
+  each_stage(call.v, add_values);
+}
+
+void merge(float* max, float* sum, float* acc, const float* later_max, const float* later_sum,
+           const float* later_acc, int64_t heads, int64_t padded) {
+  for (int64_t h = 0; h < heads; ++h) {
+    const float most = max[h] > later_max[h] ? max[h] : later_max[h];
+    const float old_scale = exponential(max[h] - most), new_scale = exponential(later_max[h] - most);
+    max[h] = most;
+    sum[h] = sum[h] * old_scale + later_sum[h] * new_scale;
+    const Vec a = Vec::all(old_scale), b = Vec::all(new_scale);
+    for (int64_t d = h * padded; d < (h + 1) * padded; d += Vec::kLanes)
+      fma(Vec::load(later_acc + d), b, Vec::load(acc + d) * a).store(acc + d);
+  }
+}
+
+// ---- plain reading ----------------------------------------------------------------------------
+
+int64_t read_all(const void* data, int64_t bytes) {
+  typedef int64_t Words __attribute__((vector_size(Vec::kLanes * 4), may_alias, aligned(8)));
+  const Words* p = static_cast<const Words*>(data);
+  Words a = {}, b = {}, c = {}, d = {};
+  int64_t i = 0;
+  for (; (i + 4) * int64_t(sizeof(Words)) <= bytes; i += 4) {
+    a ^= p[i];
+    b ^= p[i + 1];
+    c ^= p[i + 2];
+    d ^= p[i + 3];
+  }
+  const Words all = a ^ b ^ c ^ d;
+  int64_t check = 0;
+  for (int w = 0; w < Vec::kLanes / 2; ++w) check ^= all[w];
+  return check;
+}
+
+Kernels vector_kernels() {
+  Kernels k = {};
+  for (int act = 0; act < kTypes; ++act) {
+    k.matmul[FTD_BF16][act] = &kMatmul<bf16>;
+    k.matmul[FTD_F16][act] = &kMatmul<f16>;
+    k.matmul[FTD_F32][act] = &kMatmul<float>;
+  }
+  k.gate_up = gate_up;
+  k.silu_mul = silu_mul;
+  k.widen = widen_all;
+  k.narrow = narrow_all;
+  k.add_scaled = add_scaled;
+  k.rms_norm = rms_norm;
+  k.rope = rope;
+  k.attend = attend;
+  k.merge = merge;
+  k.read = read_all;
+  return k;
+}
