@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+
 from ftd.kernels.ops import Ops
 from ftd.kv.cache import KvCache
 
@@ -37,10 +38,24 @@ class Experts(Protocol):
         ...
 
 
+class Observer(Protocol):
+    """Looks into a forward pass, for tests and ``ftctl trace``."""
+
+    def hidden(self, index: int, state: torch.Tensor) -> None:
+        """The residual stream before layer ``index``; last, ``logit_rows`` after the final norm."""
+        ...
+
+    def routed(self, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        """What the router of a layer chose: [T, K] int32 and float32."""
+        ...
+
+
 class Model(Protocol):
     spec: ModelSpec
 
-    def forward(self, step: StepInput, kv: KvCache, experts: Experts) -> torch.Tensor:
+    def forward(
+        self, step: StepInput, kv: KvCache, experts: Experts, observer: Observer | None = None
+    ) -> torch.Tensor:
         """Write the rows' KV and return logits [R, V] float32 of ``step.logit_rows``."""
         ...
 
@@ -50,8 +65,13 @@ class Architecture(Protocol):
 
     model_types: tuple[str, ...]
 
-    def spec(self, config: Mapping[str, Any]) -> ModelSpec:
-        """Read config.json. Raises CheckpointError naming the key that is missing or odd."""
+    def spec(
+        self, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
+    ) -> ModelSpec:
+        """Read config.json; generation_config.json may add eos ids.
+
+        Raises CheckpointError naming the key that is missing or odd.
+        """
         ...
 
     def dense_tensors(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -67,5 +87,11 @@ class Architecture(Protocol):
         ...
 
     def build(
-        self, spec: ModelSpec, weights: Mapping[str, torch.Tensor], ops: Ops, dtype: torch.dtype
-    ) -> Model: ...
+        self,
+        spec: ModelSpec,
+        weights: MutableMapping[str, torch.Tensor],
+        ops: Ops,
+        dtype: torch.dtype,
+    ) -> Model:
+        """The model, computing in ``dtype``. Empties ``weights``: fused matrices replace parts."""
+        ...

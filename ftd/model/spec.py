@@ -60,6 +60,7 @@ class ModelSpec:
     tied_head: bool
     context: int  # longest sequence the positions were trained for, in tokens
     eos_ids: tuple[int, ...]
+    dtype: str = "bfloat16"  # "float16", "float32": what the model was published to compute in
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

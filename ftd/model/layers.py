@@ -1,0 +1,159 @@
+"""The blocks decoder layers are built of. A family's file picks some and gives them their weights.
+
+Every block takes the normalised input x [T, H] act and returns its part of the residual stream,
+[T, H] float32; the stream itself is float32 in both modes. Nothing here waits for a device value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from ftd.kernels.ops import Ops
+from ftd.kv.cache import KvCache
+
+from .architecture import Experts, Observer
+from .rope import Rotary
+from .spec import AttentionSpec, MoeSpec
+from .step import StepInput
+
+
+@dataclass(slots=True)
+class Pass:
+    """What the blocks of one forward pass share."""
+
+    step: StepInput
+    kv: KvCache
+    experts: Experts
+    observer: Observer | None = None
+    _turns: dict[Rotary, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def turn(self, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [T, R / 2] of the step's positions, computed once for all layers."""
+        if rotary not in self._turns:
+            self._turns[rotary] = rotary.at(self.step.position)
+        return self._turns[rotary]
+
+
+Block = Callable[[torch.Tensor, Pass], torch.Tensor]  # [T, H] act → [T, H] float32
+
+
+@dataclass(slots=True, eq=False)
+class Linear:
+    ops: Ops
+    weight: torch.Tensor  # [O, K] as stored
+    bias: torch.Tensor | None = None
+    out_dtype: torch.dtype | None = None  # default: as the input
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ops.linear(x, self.weight, self.bias, self.out_dtype)
+
+
+@dataclass(slots=True, eq=False)
+class RmsNorm:
+    ops: Ops
+    weight: torch.Tensor  # [H] float32
+    eps: float
+    out_dtype: torch.dtype  # act
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ops.rms_norm(x, self.weight, self.eps, self.out_dtype)
+
+
+@dataclass(slots=True, eq=False)
+class Embedding:
+    weight: torch.Tensor  # [V, H] as stored
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.weight).float()  # [T, H]
+
+
+@dataclass(slots=True, eq=False)
+class Attention:
+    """Grouped-query attention over the pages: q, k and v in one product, optional norm per head."""
+
+    ops: Ops
+    spec: AttentionSpec
+    layer: int  # of the KV cache
+    qkv: Linear  # rows of all q heads, then k, then v
+    out: Linear
+    rotary: Rotary | None
+    q_norm: RmsNorm | None = None
+    k_norm: RmsNorm | None = None
+
+    def __call__(self, x: torch.Tensor, run: Pass) -> torch.Tensor:
+        spec, step = self.spec, run.step
+        heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        qkv = self.qkv(x).view(-1, sum(heads), spec.head_dim)
+        q, k, v = (part.contiguous() for part in qkv.split(heads, dim=1))  # copies if T > 1
+        if self.q_norm:
+            q = self.q_norm(q)
+        if self.k_norm:
+            k = self.k_norm(k)
+        if self.rotary:
+            cos, sin = run.turn(self.rotary)
+            self.ops.rope(q, cos, sin, self.rotary.spec.interleaved)
+            self.ops.rope(k, cos, sin, self.rotary.spec.interleaved)
+        k_pages, v_pages = run.kv.k[self.layer], run.kv.v[self.layer]
+        self.ops.write_kv(k, v, step.place, k_pages, v_pages)
+        attended = self.ops.attention(
+            q,
+            k_pages,
+            v_pages,
+            step.page_table,
+            step.sequence,
+            step.position,
+            spec.softmax_scale,
+            spec.window,
+        )
+        return self.out(attended.view(-1, spec.num_heads * spec.head_dim))
+
+
+@dataclass(slots=True, eq=False)
+class DenseMlp:
+    """down(silu(gate x) · up x)"""
+
+    ops: Ops
+    gate: Linear
+    up: Linear
+    down: Linear
+
+    def __call__(self, x: torch.Tensor, run: Pass) -> torch.Tensor:
+        return self.down(self.ops.silu_mul(self.gate(x), self.up(x)))
+
+
+@dataclass(slots=True, eq=False)
+class SparseMlp:
+    """The router chooses experts for each row; ``run.experts`` computes and adds them."""
+
+    spec: MoeSpec
+    layer: int
+    router: Linear  # float32 out: rounding logits to act would only make ties
+
+    def __call__(self, x: torch.Tensor, run: Pass) -> torch.Tensor:
+        ids, weights = softmax_top_k(
+            self.router(x), self.spec.experts_per_token, self.spec.normalise_topk
+        )
+        if run.observer:
+            run.observer.routed(self.layer, ids, weights)
+        return run.experts.forward(self.layer, x, ids, weights)
+
+
+def softmax_top_k(
+    logits: torch.Tensor,  # [T, E] float32
+    k: int,
+    normalise: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # [T, K] int32, [T, K] float32
+    """The k most probable experts, best first, the lower id first among equals.
+
+    Weights are their probabilities among all experts, or with ``normalise`` among the chosen.
+    A stable sort, as top-k promises no order among equals.
+    """
+    ordered, ids = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
+    weights = ordered[:, :k].contiguous()
+    if normalise:
+        weights /= weights.sum(-1, keepdim=True)
+    return ids[:, :k].to(torch.int32), weights

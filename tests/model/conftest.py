@@ -1,0 +1,7 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# helpers beside these tests, and the oracle's own checks
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "oracles")]

@@ -1,0 +1,105 @@
+"""Qwen3-MoE against transformers: logits, greedy tokens, routing, hidden states of tiny models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from lone_model import LoneModel, Recorder
+from oracle_check import Oracle
+
+from ftd.kernels.cpu import native
+from ftd.kernels.ops import Ops
+from ftd.kernels.reference import TorchOps
+
+FIXTURES = ["", "-window", "-tied", "-unnormalised", "-mixed"]
+WAYS = {
+    "prefill": lambda length: [],
+    "decode": lambda length: [1] * length,
+    "chunks": lambda length: [5, 1, 19, 16, 2, 33, 1],
+}
+
+
+@pytest.fixture(scope="module", params=["torch", "native"])
+def ops(request) -> Ops:
+    if request.param == "torch":
+        return TorchOps()
+    return native.load() or pytest.skip("the C++ kernels are not built")
+
+
+@pytest.fixture(scope="module", params=FIXTURES, ids=lambda f: f or "plain")
+def directory(request, data_dir) -> Path:
+    return data_dir / "oracles" / f"qwen3_moe{request.param}"
+
+
+@pytest.fixture(scope="module")
+def oracle(directory) -> Oracle:
+    return Oracle(directory)
+
+
+@pytest.fixture(scope="module")
+def model(directory, ops) -> LoneModel:
+    return LoneModel(directory, ops)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_logits_routing_and_hidden_states_match(model, oracle, way):
+    assert list(model.spec.moe_layers) == oracle.moe_layers
+    for prompt in oracle.prompts:
+        seen = Recorder()
+        logits = model.run(prompt.sequence, WAYS[way](len(prompt.sequence)), seen)
+        oracle.check_logits(prompt, logits)
+        for layer in oracle.moe_layers:
+            oracle.check_routing(prompt, layer, *seen.routing(layer))
+        for index, expected in enumerate(oracle.hidden_states(prompt) or []):
+            error = (seen.state(index) - expected).abs().max()
+            assert error <= 1e-3 * expected.abs().max(), (prompt.name, index, error)
+
+
+def test_greedy_tokens_match(model, oracle):
+    for prompt in oracle.prompts:
+        assert oracle.check_greedy(prompt, model.greedy(prompt.ids, 32)) == 32
+
+
+def test_chunks_pages_and_neighbours_change_no_bit(model, oracle, directory, ops):
+    """The numerics contract in float32, on the path from embedding to logits."""
+    first, second = oracle.prompts[-2].sequence, oracle.prompts[-1].sequence
+    expected = model.run(first)
+    for way in ("decode", "chunks"):
+        assert torch.equal(model.run(first, WAYS[way](len(first))), expected), way
+    other = LoneModel(directory, ops, num_sequences=8, page_tokens=8)
+    rows = {owner: second[: 3 + owner] for owner in range(8) if owner != 5}
+    other.step(rows)  # neighbours hold pages of their own
+    parts = [other.step({5: first[:7]})]
+    for i, token in enumerate(first[7:]):
+        beside = [second[i % len(second)]]
+        parts.append(other.step({0: beside, 5: [token], 2: beside, 7: beside})[1:2])
+    assert torch.equal(torch.cat(parts), expected)
+
+
+def test_bfloat16_is_close(directory, oracle, ops):
+    """Tolerances of the oracle for bfloat16: a close call of a router may go the other way."""
+    model = LoneModel(directory, ops, torch.bfloat16)
+    rows = disagreed = 0
+    errors = []
+    for prompt in oracle.prompts:
+        seen = Recorder()
+        logits = model.run(prompt.sequence, WAYS["chunks"](len(prompt.sequence)), seen)
+        agrees = torch.ones(len(prompt.sequence), dtype=torch.bool)
+        for layer in oracle.moe_layers:
+            ids, weights = seen.routing(layer)
+            ids, order = ids.long().sort(-1)
+            expected_ids, expected_weights = oracle.routing(prompt, layer)
+            same = (ids == expected_ids).all(-1)
+            rows, disagreed = rows + len(same), disagreed + int((~same).sum())
+            agrees &= same
+            error = (weights.gather(-1, order) - expected_weights).abs()[agrees]
+            assert error.mean() < 2e-2
+        error = (logits[prompt.logits_start :] - oracle.logits(prompt)).abs().amax(-1)
+        errors.append(error[agrees[prompt.logits_start :]])
+        step = slice(len(prompt.ids) - 1, None)  # rows that decide a token
+        clear = agrees[step] & (torch.tensor(prompt.margins) > 0.5)
+        assert (logits[step].argmax(-1) == torch.tensor(prompt.greedy))[clear].all(), prompt.name
+    assert disagreed < 0.02 * rows, (disagreed, rows)
+    assert torch.cat(errors).median() < 0.25  # transformers itself in bfloat16: 0.14 to 0.27
