@@ -114,13 +114,15 @@ def _read_index(path: Path) -> dict[Path, list[str] | None]:
     weight_map = _read_json(path / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path / INDEX}: weight_map is missing or empty")
-    by_file: dict[Path, list[str] | None] = {}
+    by_shard: dict[str, list[str]] = {}
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or not shard or shard != os.path.basename(shard):
-            raise CheckpointError(
-                f"{path / INDEX}: tensor {name} lies in {shard!r}, which is not a file name"
-            )
-        by_file.setdefault(path / shard, []).append(name)  # type: ignore[union-attr]
+        if not isinstance(shard, str):
+            raise _no_file_name(path / INDEX, name, shard)
+        by_shard.setdefault(shard, []).append(name)
+    for shard, names in by_shard.items():
+        if not shard or shard != os.path.basename(shard):
+            raise _no_file_name(path / INDEX, names[0], shard)
+    by_file: dict[Path, list[str] | None] = {path / s: names for s, names in by_shard.items()}
     missing = sorted(f.name for f in by_file if not f.exists())
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -130,6 +132,12 @@ def _read_index(path: Path) -> dict[Path, list[str] | None]:
             hint=DOWNLOAD_AGAIN,
         )  # fmt: skip
     return by_file
+
+
+def _no_file_name(index: Path, name: str, shard: object) -> CheckpointError:
+    return CheckpointError(
+        f"{index}: tensor {name} lies in {shard!r}, which is not a file name", hint=DOWNLOAD_AGAIN
+    )
 
 
 def _only_file(path: Path) -> Path:

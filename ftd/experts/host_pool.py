@@ -80,7 +80,7 @@ class HostPool:
         unaligned = self._bytes.ctypes.data
         self._base = -(-unaligned // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         self._bytes = self._bytes[self._base - unaligned :][:size]
-        self._advise(size)
+        self._advise()
 
     def address(self, layer: int, expert: int) -> int:
         """Where the record of an expert begins; ``layer`` counts among all layers."""
@@ -94,6 +94,13 @@ class HostPool:
         """The bytes of one record, [record_bytes] uint8: a view, which may be written."""
         offset = self._offset(layer, expert)
         return self._bytes[offset : offset + self.layout.record_bytes]
+
+    def node_ranges(self) -> list[tuple[int, int, int]]:
+        """(address, bytes, NUMA node) of each node's records, as ``CpuPool.place`` takes them."""
+        ends = [s.offset for s in self._stripes[1:]] + [len(self._bytes)]
+        return [
+            (self._base + s.offset, end - s.offset, s.node) for s, end in zip(self._stripes, ends)
+        ]
 
     def close(self) -> None:
         """Give the memory back at once, even while views of records still exist.
@@ -113,15 +120,13 @@ class HostPool:
         index = self._row[layer] * stripe.num_experts + expert - stripe.first_expert
         return stripe.offset + index * self.layout.record_bytes
 
-    def _advise(self, size: int) -> None:
-        """Ask for huge pages and, with several nodes, for each stripe's node: wishes, not needs."""
+    def _advise(self) -> None:
+        """Ask for huge pages and, with several nodes, for each range's node: wishes, not needs."""
         with contextlib.suppress(OSError):  # a kernel without transparent huge pages
             self._map.madvise(mmap.MADV_HUGEPAGE)
-        if len(self._stripes) == 1:
-            return
-        ends = [s.offset for s in self._stripes[1:]] + [size]
-        for stripe, end in zip(self._stripes, ends):
-            prefer_node(self._base + stripe.offset, end - stripe.offset, stripe.node)
+        if len(self._stripes) > 1:
+            for address, num_bytes, node in self.node_ranges():
+                prefer_node(address, num_bytes, node)
 
 
 def _stripes(
@@ -137,7 +142,7 @@ def _stripes(
     return stripes
 
 
-def prefer_node(address: int, length: int, node: int) -> bool:
+def prefer_node(address: int, num_bytes: int, node: int) -> bool:
     """Ask that pages not yet touched come from one NUMA node. False: not possible here."""
     number = _MBIND_NUMBER.get(platform.machine())
     if number is None:
@@ -147,7 +152,7 @@ def prefer_node(address: int, length: int, node: int) -> bool:
     bits = ctypes.c_ulong(ctypes.sizeof(mask) * 8 + 1)
     libc = ctypes.CDLL(None, use_errno=True)
     result = libc.syscall(
-        ctypes.c_long(number), ctypes.c_void_p(address), ctypes.c_ulong(length),
+        ctypes.c_long(number), ctypes.c_void_p(address), ctypes.c_ulong(num_bytes),
         ctypes.c_int(_MPOL_PREFERRED), ctypes.byref(mask), bits, ctypes.c_uint(0),
     )  # fmt: skip
     return int(result) == 0

@@ -48,6 +48,7 @@ def test_each_node_is_asked_for_its_part_of_the_experts(monkeypatch):
     asked = []
     monkeypatch.setattr(host_pool, "prefer_node", lambda *args: asked.append(args))
     pool = HostPool(3, 5, LAYOUT, (0, 1, 2), nodes=(0, 2))
+    assert asked == pool.node_ranges()
     (first, first_bytes, node_a), (second, second_bytes, node_b) = asked
     assert (node_a, node_b) == (0, 2)
     assert (first, second) == (pool.address(0, 0), pool.address(0, 3))

@@ -1,0 +1,314 @@
+"""Who gets how much memory: a pure function from model, settings and machine to bytes.
+
+    weights, workspace, headroom      what the model needs whatever is asked
+    KV pool, expert slots             what is chosen: explicit numbers win, "auto" takes a share
+
+On the CPU device all of it is ordinary memory. What does not fit is refused with the setting to
+change and a value that works.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NoReturn
+
+from ftd.config import Config, flag
+from ftd.errors import BudgetExceeded, ConfigError
+from ftd.kernels.formats import ExpertLayout
+from ftd.memory.machine import Machine
+from ftd.model.spec import DenseSpec, ModelSpec, MoeSpec
+from ftd.units import MiB, format_bytes, format_count
+
+PAGE_TOKENS = 16  # small enough to share prefixes well, large enough to read in one go
+MIN_CONTEXT_TOKENS = 64  # less than a chat template and a short answer is no service
+PREFILL_CHUNK_TOKENS = 256  # a longer one gains little on a CPU and makes others wait
+MODERATE_TOKENS = 16384  # what one sequence of an agent often needs; times --max-running
+KV_SHARE = 0.5  # of the free memory, at most, for a KV pool that nobody sized
+HEADROOM_BYTES = 256 * MiB  # interpreter, libraries, requests and answers as text
+HEADROOM_SHARE = 0.02  # of the weights: page tables, and what allocators keep
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Sizes to allocate, and the bytes they cost."""
+
+    context_tokens: int
+    page_tokens: int
+    num_pages: int
+    num_slots: int
+    num_experts: int  # of all layers
+    prefill_chunk: int
+    dense_bytes: int
+    pool_bytes: int
+    workspace_bytes: int
+    headroom_bytes: int
+    kv_bytes: int
+    slots_bytes: int
+    available_bytes: int
+    limited_by: str
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.num_pages * self.page_tokens
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(num_bytes for _, num_bytes, _ in self._rows())
+
+    def _rows(self) -> list[tuple[str, int, str]]:
+        slots = f"{format_count(self.num_slots)} of {format_count(self.num_experts)} experts"
+        return [
+            ("dense weights", self.dense_bytes, "attention, norms, routers, embedding, head"),
+            ("host pool", self.pool_bytes, f"{format_count(self.num_experts)} experts"),
+            ("workspace", self.workspace_bytes, f"chunks of {self.prefill_chunk} tokens"),
+            (
+                "KV pool",
+                self.kv_bytes,
+                f"{format_count(self.kv_tokens)} tokens in {format_count(self.num_pages)} pages, "
+                f"context {format_count(self.context_tokens)}",
+            ),
+            ("expert slots", self.slots_bytes, slots if self.num_slots else "off"),
+            ("headroom", self.headroom_bytes, "interpreter, libraries, requests"),
+        ]
+
+    def table(self) -> str:
+        """The plan as people read it, a row for each use."""
+        ends = [
+            ("total", self.total_bytes, ""),
+            ("available", self.available_bytes, f"limited by {self.limited_by}"),
+        ]
+        lines = [
+            f"{name:<14}{num_bytes:>18,} B {format_bytes(num_bytes):>9}   {note}".rstrip()
+            for name, num_bytes, note in self._rows() + ends
+        ]
+        lines.insert(len(lines) - len(ends), "-" * 44)
+        return "\n".join(lines)
+
+
+def plan_memory(
+    spec: ModelSpec, layout: ExpertLayout, dense_bytes: int, config: Config, machine: Machine
+) -> MemoryPlan:
+    """Divide the available memory.
+
+    Args:
+        dense_bytes: of all weights that are no routed expert's, as stored.
+        config: dtype, context, kv_tokens, vram, expert_slots, prefill_chunk, max_running are read.
+    Raises:
+        BudgetExceeded: it does not fit; the hint has the setting to change and to what.
+        ConfigError: a number that this model cannot have, whatever the memory.
+    """
+    return _Planner(_Needs.of(spec, layout, dense_bytes, config), config, machine).plan()
+
+
+def least_bytes(spec: ModelSpec, layout: ExpertLayout, dense_bytes: int, config: Config) -> int:
+    """What any plan needs: the numbers asked for, and the least where it may choose."""
+    needs = _Needs.of(spec, layout, dense_bytes, config)
+    return needs.fixed_bytes + needs.asked_bytes(config)
+
+
+def act_dtype(config: Config, spec: ModelSpec) -> Literal["bfloat16", "float32"]:
+    """Type of activations and KV: "auto" follows what the model was published to compute in."""
+    if config.dtype != "auto":
+        return config.dtype
+    return "float32" if spec.dtype == "float32" else "bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """Sizes that follow from the model and do not depend on how much memory there is."""
+
+    spec: ModelSpec
+    num_experts: int  # of all layers
+    record_bytes: int
+    page_bytes: int
+    chunk: int
+    dense_bytes: int
+    pool_bytes: int
+    workspace_bytes: int
+    headroom_bytes: int
+
+    @staticmethod
+    def of(spec: ModelSpec, layout: ExpertLayout, dense_bytes: int, config: Config) -> _Needs:
+        mlps = [layer.mlp for layer in spec.layers]
+        num_experts = sum(mlp.num_experts for mlp in mlps if isinstance(mlp, MoeSpec))
+        pool_bytes = num_experts * layout.record_bytes
+        act_bytes = 4 if act_dtype(config, spec) == "float32" else 2
+        chunk = PREFILL_CHUNK_TOKENS if config.prefill_chunk == "auto" else config.prefill_chunk
+        chunk = min(chunk, spec.context if config.context == "auto" else config.context)
+        return _Needs(
+            spec=spec,
+            num_experts=num_experts,
+            record_bytes=layout.record_bytes,
+            page_bytes=PAGE_TOKENS * spec.kv_bytes_per_token * act_bytes // 2,
+            chunk=chunk,
+            dense_bytes=dense_bytes,
+            pool_bytes=pool_bytes,
+            workspace_bytes=workspace_bytes(
+                spec, layout, rows=chunk + config.max_running, sampled=config.max_running
+            ),
+            headroom_bytes=HEADROOM_BYTES + int(HEADROOM_SHARE * (dense_bytes + pool_bytes)),
+        )
+
+    @property
+    def fixed_bytes(self) -> int:
+        return self.dense_bytes + self.pool_bytes + self.workspace_bytes + self.headroom_bytes
+
+    @property
+    def least_kv_bytes(self) -> int:
+        return _pages_for(MIN_CONTEXT_TOKENS) * self.page_bytes
+
+    def asked_bytes(self, config: Config) -> int:
+        """KV and slots: explicit numbers, or the least where the plan may choose."""
+        slots = 0 if config.expert_slots == "auto" else config.expert_slots
+        tokens = next(
+            (n for n in (config.kv_tokens, config.context) if n != "auto"), MIN_CONTEXT_TOKENS
+        )
+        return slots * self.record_bytes + _pages_for(tokens) * self.page_bytes
+
+
+class _Planner:
+    def __init__(self, needs: _Needs, config: Config, machine: Machine) -> None:
+        self.needs, self.config, self.machine = needs, config, machine
+
+    def plan(self) -> MemoryPlan:
+        self._refuse_impossible()
+        needs, config = self.needs, self.config
+        budget = self._budget(self._free_beside_weights())
+        pages = self._pages(budget)
+        kv_bytes = pages * needs.page_bytes
+        slots = self._slots(budget - kv_bytes)
+        limit = min(needs.spec.context, pages * PAGE_TOKENS)
+        context = limit if config.context == "auto" else config.context
+        return MemoryPlan(
+            context_tokens=context,
+            page_tokens=PAGE_TOKENS,
+            num_pages=pages,
+            num_slots=slots,
+            num_experts=needs.num_experts,
+            prefill_chunk=needs.chunk,
+            dense_bytes=needs.dense_bytes,
+            pool_bytes=needs.pool_bytes,
+            workspace_bytes=needs.workspace_bytes,
+            headroom_bytes=needs.headroom_bytes,
+            kv_bytes=kv_bytes,
+            slots_bytes=slots * needs.record_bytes,
+            available_bytes=self.machine.available_bytes,
+            limited_by=self.machine.limited_by,
+        )
+
+    def _refuse_impossible(self) -> None:
+        """Numbers that are wrong for this model on any machine."""
+        context, slots = self.config.context, self.config.expert_slots
+        if context != "auto" and context > self.needs.spec.context:
+            raise ConfigError(
+                f"{self.config.named('context')}: the model was trained for at most "
+                f"{self.needs.spec.context} tokens",
+                hint=f"use {flag('context')} {self.needs.spec.context} or less",
+            )
+        if slots != "auto" and slots > self.needs.num_experts:
+            raise ConfigError(
+                f"{self.config.named('expert_slots')}: the model has {self.needs.num_experts} "
+                "experts",
+                hint=f"use {flag('expert_slots')} {self.needs.num_experts} or less",
+            )
+
+    def _free_beside_weights(self) -> int:
+        needs, available = self.needs, self.machine.available_bytes
+        least = needs.fixed_bytes + needs.least_kv_bytes
+        if least > available:
+            raise BudgetExceeded(
+                f"the model needs {format_bytes(least)} of memory "
+                f"({format_bytes(needs.dense_bytes + needs.pool_bytes)} of weights), "
+                f"{format_bytes(available)} is available, limited by {self.machine.limited_by}",
+                hint=f"free or add {format_bytes(least - available)}, raise the memory limit of "
+                f"ftd so that {least} bytes are available, or serve a smaller model",
+            )
+        return available - needs.fixed_bytes
+
+    def _budget(self, free: int) -> int:
+        """Bytes for KV and slots."""
+        vram = self.config.vram
+        if vram is None:
+            return free
+        budget = vram.of(free)
+        if budget > free:
+            said = f"{format_bytes(free)} is free beside the weights"
+            self._refuse("vram", said, f"use {flag('vram')} {free} or less")
+        return budget
+
+    def _pages(self, budget: int) -> int:
+        """Pages of the KV pool in what explicit slots leave of the budget."""
+        kv_tokens, context = self.config.kv_tokens, self.config.context
+        room = budget - self._asked_slots() * self.needs.record_bytes
+        fit = max(0, room // self.needs.page_bytes)
+        if kv_tokens != "auto":
+            needed = _pages_for(kv_tokens)
+        else:
+            needed = _pages_for(MIN_CONTEXT_TOKENS if context == "auto" else context)
+        if needed > fit:
+            self._refuse_kv(needed, fit, budget)
+        if kv_tokens != "auto":
+            return needed
+        longest = self.needs.spec.context if context == "auto" else context
+        one = _pages_for(longest)
+        many = self.config.max_running * _pages_for(min(longest, MODERATE_TOKENS))
+        share = int(KV_SHARE * budget) // self.needs.page_bytes
+        # one whole context whatever its share; more than that only within the share
+        return max(needed, min(one, fit), min(many, share, fit))
+
+    def _slots(self, room: int) -> int:
+        if self.config.expert_slots == "auto" and self.config.vram is not None:
+            return min(self.needs.num_experts, room // self.needs.record_bytes)
+        return self._asked_slots()
+
+    def _asked_slots(self) -> int:
+        slots = self.config.expert_slots
+        return 0 if slots == "auto" else slots
+
+    def _refuse_kv(self, pages: int, fit: int, budget: int) -> NoReturn:
+        """KV does not fit. Which number is it: the budget, the slots, or the tokens?"""
+        least, record = self.needs.least_kv_bytes, self.needs.record_bytes
+        need, slots = pages * self.needs.page_bytes, self._asked_slots()
+        if budget < least:
+            hint = f"use {flag('vram')} {least} or more"
+            hint += f", with {flag('expert_slots')} 0" if slots else ""
+            self._refuse("vram", f"KV needs at least {format_bytes(least)}", hint)
+        if fit < _pages_for(MIN_CONTEXT_TOKENS):
+            most = (budget - (need if need <= budget else least)) // record
+            said = f"they need {format_bytes(slots * record)}, {format_bytes(budget)} is there"
+            self._refuse(
+                "expert_slots", f"{said} for slots and KV", f"use {flag('expert_slots')} {most}"
+            )
+        name = "context" if self.config.kv_tokens == "auto" else "kv_tokens"
+        tokens, context = fit * PAGE_TOKENS, self.config.context
+        hint = f"use {flag(name)} {tokens} or less"
+        if name == "kv_tokens" and context != "auto" and context > tokens:
+            hint += f", with {flag('context')} {tokens} or less"
+        said = f"{format_count(pages * PAGE_TOKENS)} tokens of KV need {format_bytes(need)}"
+        self._refuse(name, f"{said}, {format_bytes(fit * self.needs.page_bytes)} is left", hint)
+
+    def _refuse(self, name: str, said: str, hint: str) -> NoReturn:
+        raise BudgetExceeded(f"{self.config.named(name)}: {said}", hint=hint)
+
+
+def workspace_bytes(spec: ModelSpec, layout: ExpertLayout, *, rows: int, sampled: int) -> int:
+    """The most that intermediate results of one step take: an upper estimate in float32.
+
+    ``rows`` tokens go through a layer together, ``sampled`` of them up to the logits.
+    """
+    widest = 0
+    for layer in spec.layers:
+        a, mlp = layer.attention, layer.mlp
+        attention = (2 * a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+        inner = 3 * mlp.inner * (1 if isinstance(mlp, DenseSpec) else mlp.experts_per_token)
+        router = 0 if isinstance(mlp, DenseSpec) else 3 * mlp.num_experts
+        widest = max(widest, attention, inner + router)
+    # residual, its norm, and a layer's result stay while the widest part is computed
+    layers = rows * (4 * spec.hidden + widest) * 4
+    logits = sampled * spec.vocab * 4 * 3  # as computed, with penalties, as probabilities
+    upcast = 3 * layout.hidden * layout.inner * 4  # the torch path widens one expert at a time
+    return layers + logits + upcast
+
+
+def _pages_for(tokens: int) -> int:
+    return -(-tokens // PAGE_TOKENS)
