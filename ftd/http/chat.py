@@ -78,7 +78,9 @@ def _refuse_what_cannot_be_kept(fields: Fields) -> None:
         if fields.raw(name):
             raise RequestInvalid(f"{name} is the old form", param=name, hint=f"use {instead}")
     if fields.raw("audio") or "audio" in fields.list("modalities", 8):
-        raise RequestInvalid("this model writes text only", param="modalities")
+        raise RequestInvalid(
+            "modalities may be text only: this model has no voice", param="modalities"
+        )
 
 
 def _read_logprobs(fields: Fields) -> int | None:

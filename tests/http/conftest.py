@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from importlib.util import module_from_spec, spec_from_file_location
@@ -22,8 +24,6 @@ from ftd.text.textmodel import TextModel
 def _beside(name: str) -> Any:
     spec = spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     module = module_from_spec(spec)
-    import sys
-
     sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
@@ -87,6 +87,11 @@ class Front:
 
     async def complete(self, prompt: Any, **fields: Any) -> tuple[int, Any]:
         return await self.post("/v1/completions", {"prompt": prompt, **fields})
+
+    async def until(self, condition: Callable[[], Any]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():  # noqa: ASYNC110 - what is awaited has no event
+                await asyncio.sleep(0.005)
 
     async def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
         """Every event's data in order; ``[DONE]`` stays text."""
