@@ -1,0 +1,1 @@
+"""ftctl: looks at and changes a running ftd."""

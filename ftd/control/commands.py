@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ class LifecycleCommands:
                 return p.StopResult(os.getpid())
         raise AssertionError(command)
 
-    async def stream(self, command: p.Command[Any]) -> AsyncIterator[p.StatusResult]:
+    async def stream(self, command: p.Command[Any]) -> AsyncGenerator[p.StatusResult, None]:
         assert isinstance(command, p.Watch), command
         shortest, longest = INTERVAL_S
         if not shortest <= command.interval_s <= longest:

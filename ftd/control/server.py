@@ -10,7 +10,8 @@ import asyncio
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,7 +44,7 @@ class Commands(Protocol):
     """What the commands do; ``ftd.control.commands``, or a fake."""
 
     async def run(self, command: Command[Any]) -> Any: ...
-    def stream(self, command: Command[Any]) -> AsyncIterator[Any]: ...
+    def stream(self, command: Command[Any]) -> AsyncGenerator[Any, None]: ...
     def progress(self) -> Progress: ...
 
 
@@ -139,8 +140,9 @@ class ControlServer:
             return
         try:
             if entry_of(command).stream:
-                async for result in self._commands.stream(command):
-                    await self._send(writer, result=result)
+                async with aclosing(self._commands.stream(command)) as results:
+                    async for result in results:
+                        await self._send(writer, result=result)
             else:
                 await self._send(writer, result=await self._run(command, writer))
         except FtdError as error:

@@ -1,0 +1,282 @@
+"""The command ``ftctl``: one word for each thing people do.
+
+Results go to stdout, all else to stderr. Exit codes: 0 done, 1 refused, 2 usage, 3 ftd not running,
+4 timed out. Loads neither torch nor aiohttp: it starts in a blink on any machine.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import orjson
+
+from ftctl import view
+from ftctl.live import Bar, Screen
+from ftd import __version__
+from ftd.config import default_socket
+from ftd.control import protocol as p
+from ftd.control.client import (
+    ANSWER_TIMEOUT_S,
+    Client,
+    ControlError,
+    NotRunning,
+    Refused,
+    TimedOut,
+)
+from ftd.units import parse_duration
+
+EXIT_CODES: dict[type[ControlError], int] = {Refused: 1, NotRunning: 3, TimedOut: 4}
+NOT_READY = 1  # of ftctl health
+
+R = TypeVar("R")
+
+
+class _Duration(click.ParamType):
+    name = "duration"
+
+    def convert(self, value: Any, param: Any, ctx: click.Context | None) -> float:
+        try:
+            return parse_duration(value) if isinstance(value, str) else float(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def _shared(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that may stand before or after the subcommand; the later one wins."""
+
+    def keep(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+        given = ctx.ensure_object(dict)  # the group's, which subcommands inherit
+        if value is not None:
+            assert param.name
+            given[param.name] = value
+
+    for option in (
+        click.option(
+            "--timeout",
+            type=_Duration(),
+            metavar="DURATION",
+            help="Longest silence of ftd (default 10s); for reload and drain: how long running "
+            "requests may take to finish (default: ftd's --drain-timeout).",
+            expose_value=False,
+            callback=keep,
+        ),
+        click.option(
+            "--json",
+            is_flag=True,
+            default=None,
+            help="Print the result as one line of JSON.",
+            expose_value=False,
+            callback=keep,
+        ),
+        click.option(
+            "--socket",
+            type=click.Path(path_type=Path),
+            metavar="PATH",
+            help="Control socket of ftd. [variable: FTD_SOCKET]",
+            expose_value=False,
+            callback=keep,
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+class _Ftctl(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ControlError as error:
+            _complain(ctx, error.error)
+            ctx.exit(EXIT_CODES[type(error)])
+
+
+@click.group(
+    cls=_Ftctl, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
+@click.version_option(__version__, prog_name="ftctl")
+@_shared
+def main() -> None:
+    """Look at and change a running ftd."""
+
+
+@main.command()
+@_shared
+@click.pass_context
+def status(ctx: click.Context) -> None:
+    """What ftd serves, and how it is doing."""
+    _show(ctx, _call(ctx, p.Status()), view.status)
+
+
+@main.command()
+@_shared
+@click.pass_context
+def health(ctx: click.Context) -> None:
+    """Whether a model takes requests.
+
+    Exits 0 if so; otherwise 1, and says why.
+    """
+    result = _call(ctx, p.Health())
+    _show(ctx, result, view.health)
+    if not result.ready:
+        ctx.exit(NOT_READY)
+
+
+@main.command()
+@click.option(
+    "--interval", type=_Duration(), default="500ms", show_default=True, help="Between two looks."
+)
+@_shared
+@click.pass_context
+def watch(ctx: click.Context, interval: float) -> None:
+    """Follow the status until Ctrl-C.
+
+    A live view on a terminal, otherwise one line for each look.
+    """
+    with _client(ctx, silence_s=interval + _timeout(ctx, ANSWER_TIMEOUT_S)) as client:
+        try:
+            if ctx.ensure_object(dict).get("json") or not sys.stdout.isatty():
+                for result in client.stream(p.Watch(interval)):
+                    _show(ctx, result, view.one_line)
+                    sys.stdout.flush()
+            else:
+                with Screen(sys.stdout) as screen:
+                    for result in client.stream(p.Watch(interval)):
+                        screen.draw(view.live(result, screen.columns, view.Paint.of(sys.stdout)))
+        except KeyboardInterrupt:
+            return
+    click.echo("ftd has ended", err=True)
+
+
+@main.command()
+@_shared
+@click.pass_context
+def requests(ctx: click.Context) -> None:
+    """The requests that run or wait."""
+    _show(ctx, _call(ctx, p.Requests()), view.requests)
+
+
+@main.command()
+@click.argument("request_id", metavar="ID")
+@_shared
+@click.pass_context
+def cancel(ctx: click.Context, request_id: str) -> None:
+    """End one request.
+
+    Its client gets an error. ftctl requests shows the ids.
+    """
+    _show(ctx, _call(ctx, p.Cancel(request_id)), view.cancelled)
+
+
+@main.command()
+@_shared
+@click.pass_context
+def experts(ctx: click.Context) -> None:
+    """Experts in slots, hits and misses."""
+    _show(ctx, _call(ctx, p.Experts()), view.experts)
+
+
+@main.command()
+@click.argument("model", required=False)
+@_shared
+@click.pass_context
+def check(ctx: click.Context, model: str | None) -> None:
+    """Check whether MODEL could be loaded.
+
+    Headers, plan, tokenizer and template; default: the served one. Changes nothing.
+    """
+    _show(ctx, _call(ctx, p.Check(_absolute(model))), view.checked)
+
+
+@main.command()
+@click.argument("model", required=False)
+@click.option("--drain", "how", flag_value="drain", default=True, help="Let requests finish first.")
+@click.option("--cut", "how", flag_value="cut", help="End running requests at once.")
+@_shared
+@click.pass_context
+def reload(ctx: click.Context, model: str | None, how: str) -> None:
+    """Serve MODEL, or read the served one anew.
+
+    The new model is checked before the old one is touched. If both fit into memory, the old one
+    serves until the new one is ready, and its requests finish.
+    """
+    command = p.Reload(_absolute(model), "cut" if how == "cut" else "drain", _timeout(ctx, None))
+    _show(ctx, _call_long(ctx, command, "the reload"), view.reloaded)
+
+
+@main.command()
+@_shared
+@click.pass_context
+def drain(ctx: click.Context) -> None:
+    """Let requests finish, take no new ones.
+
+    ftctl reload serves again.
+    """
+    _show(ctx, _call_long(ctx, p.Drain(_timeout(ctx, None)), "draining"), view.drained)
+
+
+@main.command()
+@_shared
+@click.pass_context
+def stop(ctx: click.Context) -> None:
+    """End ftd, and wait until it has ended.
+
+    Running requests get a few seconds.
+    """
+    with _client(ctx, silence_s=_timeout(ctx, ANSWER_TIMEOUT_S)) as client:
+        result = client.call(p.Stop())
+        client.wait_closed()
+    _show(ctx, result, view.stopped)
+
+
+def _client(ctx: click.Context, silence_s: float) -> Client:
+    path = ctx.ensure_object(dict).get("socket") or default_socket()
+    return Client(path, max(0.001, silence_s))  # 0 would mean: do not wait at all
+
+
+def _call(ctx: click.Context, command: p.Command[R]) -> R:
+    with _client(ctx, _timeout(ctx, ANSWER_TIMEOUT_S)) as client:
+        return client.call(command)
+
+
+def _call_long(ctx: click.Context, command: p.Command[R], name: str) -> R:
+    """Show the progress of a command that ftd reports at least each second."""
+    with _client(ctx, ANSWER_TIMEOUT_S) as client, Bar(sys.stderr) as bar:
+        try:
+            return client.call(command, bar.draw)
+        except KeyboardInterrupt:
+            click.echo(f"\n{name} goes on without ftctl; ftctl watch shows it", err=True)
+            raise
+
+
+def _timeout(ctx: click.Context, default: Any) -> Any:
+    return ctx.ensure_object(dict).get("timeout", default)
+
+
+def _absolute(model: str | None) -> str | None:
+    """A directory as seen from here: ftd stands elsewhere."""
+    return str(Path(model).resolve()) if model and Path(model).expanduser().is_dir() else model
+
+
+def _show(ctx: click.Context, result: R, render: Callable[[R, view.Paint], list[str]]) -> None:
+    if ctx.ensure_object(dict).get("json"):
+        click.echo(orjson.dumps(result))
+    else:
+        for line in render(result, view.Paint.of(sys.stdout)):
+            click.echo(line, color=True)  # Paint has decided already
+
+
+def _complain(ctx: click.Context, error: p.Error) -> None:
+    if ctx.ensure_object(dict).get("json"):
+        click.echo(orjson.dumps({"error": error}), err=True)
+        return
+    click.echo(f"ftctl: error: {error.message}", err=True)
+    if error.hint:
+        click.echo(f"ftctl: hint: {error.hint}", err=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""Answers of ftd as lines of text for people: pure functions of the answer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TextIO
+
+from ftd.control import protocol as p
+from ftd.engine.api import EngineStatus, RequestInfo
+from ftd.units import format_bytes, format_count, format_seconds
+
+GREEN, YELLOW, RED, BOLD = "32", "33", "31", "1"
+STATE_COLOURS = {"ready": GREEN, "failed": RED}
+
+
+@dataclass(frozen=True, slots=True)
+class Paint:
+    """Colours where they are wanted: on a terminal that can, unless NO_COLOR says otherwise."""
+
+    on: bool
+
+    @classmethod
+    def of(cls, stream: TextIO) -> Paint:
+        dumb = os.environ.get("TERM") == "dumb" or bool(os.environ.get("NO_COLOR"))
+        return cls(stream.isatty() and not dumb)
+
+    def __call__(self, text: str, colour: str) -> str:
+        return f"\x1b[{colour}m{text}\x1b[0m" if self.on else text
+
+
+def status(result: p.StatusResult, paint: Paint) -> list[str]:
+    rows = [
+        ("state", _state(result, paint)),
+        ("model", f"{result.model} from {result.path}" if result.model else "none"),
+        ("http", result.http),
+        (
+            "process",
+            f"ftd {result.version}, pid {result.pid}, up {format_seconds(result.uptime_s)}, "
+            f"{format_bytes(result.rss_bytes)} resident",
+        ),
+    ]
+    if result.progress:
+        rows.append(("progress", progress(result.progress, 68)))
+    if limits := result.limits:
+        rows.append(
+            (
+                "limits",
+                f"context {format_count(limits.context_tokens)}, "
+                f"pool {format_count(limits.pool_tokens)} tokens, "
+                f"{limits.max_running} running, {limits.max_waiting} waiting",
+            )
+        )
+    if engine := result.engine:
+        rows += [
+            (
+                "requests",
+                f"{engine.running} running, {engine.waiting} waiting; {engine.finished} finished, "
+                f"{engine.cancelled} cancelled, {engine.failed} failed",
+            ),
+            ("speed", _speed(engine)),
+            (
+                "pages",
+                f"{engine.pages_held} of {engine.pages_total} held, {engine.pages_cached} of them "
+                f"by the prefix cache only; {engine.page_tokens} tokens each",
+            ),
+            (
+                "tokens",
+                f"{format_count(engine.prompt_tokens)} prompt computed, "
+                f"{format_count(engine.reused_tokens)} reused, "
+                f"{format_count(engine.output_tokens)} written",
+            ),
+        ]
+        if engine.slots_total:
+            rows.append(("experts", f"{_slots(engine)}, {_hits(engine)}"))
+    if result.last_failure:
+        rows.append(("failure", paint(result.last_failure, RED)))
+    return [f"{name:9} {text}" for name, text in rows]
+
+
+def health(result: p.HealthResult, paint: Paint) -> list[str]:
+    return ["ready" if result.ready else f"not ready: {result.cause}"]
+
+
+def one_line(result: p.StatusResult, paint: Paint) -> list[str]:
+    """For ``watch`` into a pipe or file."""
+    words = [result.state, f"model={result.model}"]
+    if result.progress:
+        words.append(f"phase={result.progress.phase.replace(' ', '-')}")
+        if result.progress.total_bytes:
+            words.append(f"done={_share(result.progress.done_bytes, result.progress.total_bytes)}")
+    if engine := result.engine:
+        words += [
+            f"running={engine.running}",
+            f"waiting={engine.waiting}",
+            f"decode_tok_s={engine.decode_tokens_per_s:.1f}",
+            f"prefill_tok_s={engine.prefill_tokens_per_s:.1f}",
+            f"step_ms={engine.step_ms_p50:.2f}",
+            f"pages={engine.pages_held}/{engine.pages_total}",
+        ]
+        if engine.slots_total:
+            words += [f"slots={engine.slots_used}/{engine.slots_total}", f"hits={_rate(engine)}"]
+    return [" ".join(words)]
+
+
+def live(result: p.StatusResult, columns: int, paint: Paint) -> list[str]:
+    """The screen of ``watch``; no line is longer than ``columns``."""
+    width = min(columns, 120)
+    title = f"{result.model or 'no model'} at {result.http}, up {format_seconds(result.uptime_s)}"
+    lines = [paint(_cut(title, width), BOLD), _state(result, paint, width), ""]
+    if result.progress:
+        lines += [progress(result.progress, width), ""]
+    if engine := result.engine:
+        counts = f"running {engine.running}  waiting {engine.waiting}  "
+        lines.append(_cut(counts + _speed(engine), width))
+        pages = f"{engine.pages_held} of {engine.pages_total} pages, {engine.pages_cached} cached"
+        lines.append(_gauge("KV", engine.pages_held, engine.pages_total, pages, width))
+        if engine.slots_total:
+            text = f"{_slots(engine)}, {_hits(engine)}"
+            lines.append(_gauge("experts", engine.slots_used, engine.slots_total, text, width))
+        if engine.requests:
+            lines += ["", *(_cut(line, width) for line in _table(engine.requests))]
+    if result.last_failure:
+        lines += ["", paint(_cut(f"last failure: {result.last_failure}", width), RED)]
+    return lines
+
+
+def progress(report: p.Progress, columns: int) -> str:
+    """One line shorter than ``columns``: a bar if the phase has a measure, else what is left."""
+    if not report.total_bytes:
+        left = f", {report.running} running, {report.waiting} waiting"
+        return _cut(report.phase + (left if report.phase == "draining" else " ..."), columns - 1)
+    text = f"{format_bytes(report.done_bytes)} of {format_bytes(report.total_bytes)}"
+    return _gauge(report.phase, report.done_bytes, report.total_bytes, text, columns - 1)
+
+
+def requests(result: p.RequestsResult, paint: Paint) -> list[str]:
+    return _table(result.requests) if result.requests else ["no requests"]
+
+
+def experts(result: p.ExpertsResult, paint: Paint) -> list[str]:
+    looked_up = result.hits + result.misses
+    return [
+        f"slots     {result.slots_used} of {result.slots_total} filled",
+        f"hits      {_share(result.hits, looked_up)} of {format_count(looked_up)} look-ups",
+        f"misses    {format_count(result.misses)}, {format_count(result.fetched)} of them fetched",
+        f"evicted   {format_count(result.evicted)}",
+    ]
+
+
+def cancelled(result: p.CancelResult, paint: Paint) -> list[str]:
+    return [f"{result.request_id} cancelled"]
+
+
+def checked(result: p.CheckResult, paint: Paint) -> list[str]:
+    beside = (
+        "a reload would not stop serving" if result.fits_beside else "not beside the served one"
+    )
+    need, free = format_bytes(result.need_bytes), format_bytes(result.free_bytes)
+    return [*result.report, f"{result.model} can be loaded: {need} of {free} free; {beside}"]
+
+
+def reloaded(result: p.ReloadResult, paint: Paint) -> list[str]:
+    change = f"{result.was or 'no model'} -> {result.model}"
+    pause = "no pause" if result.beside else f"paused {format_seconds(result.unready_s)}"
+    cut = "" if result.drained else ", requests that ran on were cut"
+    return [f"{change}, loaded in {format_seconds(result.load_s)}, {pause}{cut}"]
+
+
+def drained(result: p.DrainResult, paint: Paint) -> list[str]:
+    return [f"{result.model} drained in {format_seconds(result.waited_s)}; takes no requests"]
+
+
+def stopped(result: p.StopResult, paint: Paint) -> list[str]:
+    return [f"ftd stopped (pid {result.pid})"]
+
+
+def _state(result: p.StatusResult, paint: Paint, width: int = 1000) -> str:
+    text = result.state if result.ready else f"{result.state}: {result.cause}"
+    return paint(_cut(text, width), STATE_COLOURS.get(result.state, YELLOW))
+
+
+def _speed(engine: EngineStatus) -> str:
+    return (
+        f"decode {engine.decode_tokens_per_s:.1f} tok/s, "
+        f"prefill {engine.prefill_tokens_per_s:.1f} tok/s, step {engine.step_ms_p50:.2f} ms"
+    )
+
+
+def _slots(engine: EngineStatus) -> str:
+    return f"{engine.slots_used} of {engine.slots_total} slots"
+
+
+def _hits(engine: EngineStatus) -> str:
+    return f"{_rate(engine)} hits"
+
+
+def _rate(engine: EngineStatus) -> str:
+    return _share(engine.expert_hits, engine.expert_hits + engine.expert_misses)
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.0%}" if whole else "-"
+
+
+def _gauge(name: str, part: int, whole: int, text: str, width: int) -> str:
+    """``name [#####-----]  50% text``: the bar takes what the words leave."""
+    frame = len(f"{name:9} [] 100% {text}")
+    cells = max(0, min(40, width - frame))
+    full = int(cells * min(1.0, part / whole)) if whole else 0
+    bar = "#" * full + "-" * (cells - full)
+    return _cut(f"{name:9} [{bar}] {_share(part, whole):>4} {text}", width)
+
+
+def _table(rows: Iterable[RequestInfo]) -> list[str]:
+    columns: list[tuple[str, Callable[[RequestInfo], str]]] = [
+        ("request", lambda r: r.request_id),
+        ("state", lambda r: r.state),
+        ("prompt", lambda r: f"{r.computed_tokens}/{r.prompt_tokens}"),
+        ("reused", lambda r: str(r.reused_tokens)),
+        ("out", lambda r: str(r.output_tokens)),
+        ("age", lambda r: format_seconds(r.age_s)),
+    ]
+    cells = [[name for name, _ in columns], *([show(r) for _, show in columns] for r in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells
+    ]
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: max(0, width - 3)] + "..."

@@ -1,0 +1,349 @@
+"""ftctl as a person or a script meets it: a real socket, a lifecycle with scripted models."""
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections import deque
+from contextlib import contextmanager
+
+import pytest
+import structlog
+from click.testing import CliRunner
+from scripted_models import Script, ScriptedModels
+
+from ftctl import view
+from ftctl.cli import main
+from ftctl.live import Bar, Screen
+from ftd.config import Config
+from ftd.control import protocol as p
+from ftd.control.commands import LifecycleCommands
+from ftd.control.server import ControlServer
+from ftd.engine.api import EngineRequest, EngineStatus, RequestInfo
+from ftd.errors import CheckpointError
+from ftd.lifecycle import Lifecycle
+from ftd.lifecycle.succession import Need
+
+PLAIN = view.Paint(False)
+
+
+class Daemon:
+    """Control socket and lifecycle on a thread with a loop of its own."""
+
+    def __init__(self, path, models):
+        self.path, self.models = path, models
+        self.began, self.ended = threading.Event(), None
+        self.thread = threading.Thread(target=lambda: asyncio.run(self.serve()))
+        self.thread.start()
+        assert self.began.wait(10)
+
+    async def serve(self):
+        self.loop, self.ended = asyncio.get_running_loop(), asyncio.Event()
+        self.lifecycle = Lifecycle(Config(model="a"), self.models)
+        commands = LifecycleCommands(self.lifecycle, stop=self.ended.set)
+        commands.http = "http://127.0.0.1:1919"
+        server = ControlServer(self.path, commands)
+        await server.start()
+        await self.lifecycle.load()
+        self.began.set()
+        await self.ended.wait()
+        await self.lifecycle.stop(0.0)
+        await server.close()
+
+    def submit(self, request):
+        async def submit():
+            return self.lifecycle.current().engine.submit(request)
+
+        return asyncio.run_coroutine_threadsafe(submit(), self.loop).result(5)
+
+
+@contextmanager
+def running(path, **scripts):
+    daemon = Daemon(path, ScriptedModels(**{"a": Script(engine={"slots": 8}), **scripts}))
+    try:
+        yield daemon
+    finally:
+        daemon.loop.call_soon_threadsafe(daemon.ended.set)
+        daemon.thread.join(10)
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """The daemon shares the process: its log must not mix with what ftctl prints."""
+    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
+    yield
+    structlog.reset_defaults()
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "ftd.sock"
+
+
+@pytest.fixture
+def ftctl(path):
+    def call(*words, env=None):
+        return CliRunner().invoke(main, list(words), env={"FTD_SOCKET": str(path), **(env or {})})
+
+    return call
+
+
+class TestCommands:
+    def test_status(self, path, ftctl):
+        with running(path):
+            done = ftctl("status")
+        assert done.exit_code == 0 and done.stderr == ""
+        rows = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+        assert rows["state"] == "ready"
+        assert rows["model"] == "a from /models/a"
+        assert rows["limits"] == "context 64, pool 128 tokens, 4 running, 8 waiting"
+        assert rows["experts"] == "4 of 8 slots, 75% hits"
+        assert all(len(line) <= 80 for line in done.stdout.splitlines())
+        assert "\x1b" not in done.stdout
+
+    @pytest.mark.parametrize("words", [("--json", "status"), ("status", "--json")])
+    def test_json_before_or_after(self, path, ftctl, words):
+        with running(path):
+            done = ftctl(*words)
+        facts = json.loads(done.stdout)
+        assert facts["state"] == "ready" and facts["engine"]["expert_hits"] == 3
+        assert done.stdout.count("\n") == 1
+
+    @pytest.mark.parametrize("before", [True, False])
+    def test_socket_flag_wins_over_the_variable(self, path, ftctl, before):
+        words = ("--socket", str(path), "health") if before else ("health", "--socket", str(path))
+        with running(path):
+            assert ftctl(*words, env={"FTD_SOCKET": "/nowhere"}).stdout == "ready\n"
+
+    def test_requests_and_cancel(self, path, ftctl):
+        with running(path, a=Script(engine={"step_s": 0.005})) as daemon:
+            assert ftctl("requests").stdout == "no requests\n"
+            daemon.submit(EngineRequest("chatcmpl-7", (1, 2, 3), max_tokens=100_000))
+            lines = ftctl("requests").stdout.splitlines()
+            assert re.match(r"request +state +prompt +reused +out +age$", lines[0])
+            assert re.match(r"chatcmpl-7 +decode +3/3 +2 ", lines[1])
+            assert ftctl("cancel", "chatcmpl-7").stdout == "chatcmpl-7 cancelled\n"
+            done = ftctl("cancel", "chatcmpl-7")
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert "no request 'chatcmpl-7'" in done.stderr and "ftctl requests" in done.stderr
+
+    def test_experts(self, path, ftctl):
+        with running(path, b=Script()):
+            assert "hits      75% of 4 look-ups" in ftctl("experts").stdout
+            ftctl("reload", "b")
+            done = ftctl("experts")
+        assert done.exit_code == 1 and "--expert-slots" in done.stderr
+
+    def test_check(self, path, ftctl):
+        broken = Script(refusal=CheckpointError("tensor x: [3] expected, [4] found"))
+        with running(path, broken=broken):
+            good, bad = ftctl("check"), ftctl("check", "broken")
+        assert good.exit_code == 0
+        assert good.stdout.splitlines()[0] == "weights  1.00 GiB"
+        assert "a can be loaded: 1.00 GiB of 1.00 TiB free" in good.stdout
+        assert (bad.exit_code, bad.stdout) == (1, "")
+        assert "[3] expected, [4] found" in bad.stderr
+
+    def test_reload_beside(self, path, ftctl):
+        with running(path, b=Script()):
+            done = ftctl("reload", "b")
+            assert ftctl("health").exit_code == 0
+        assert re.match(r"a -> b, loaded in [\d.]+ m?s, no pause\n$", done.stdout)
+
+    def test_reload_after_cut(self, path, ftctl):
+        b = Script(host=Need(2**40, 2**30))
+        with running(path, b=b):
+            done = ftctl("reload", "b", "--cut", "--json")
+        facts = json.loads(done.stdout)
+        assert facts["was"] == "a" and facts["beside"] is False and facts["unready_s"] > 0
+
+    def test_reload_that_fails_late_says_who_serves(self, path, ftctl):
+        b = Script(host=Need(2**40, 2**30), failures=deque([OSError("disk on fire")]))
+        with running(path, b=b):
+            done = ftctl("reload", "b")
+            status = ftctl("status").stdout
+        assert (done.exit_code, done.stdout.strip()) == (1, "")
+        assert "disk on fire" in done.stderr and "a was loaded again" in done.stderr
+        assert "failure   loading b failed" in status
+
+    def test_reload_shows_progress_on_stderr(self, path, ftctl, monkeypatch):
+        monkeypatch.setattr("ftd.control.server.PROGRESS_S", 0.01)
+        with running(path, b=Script(piece_s=0.05)):
+            done = ftctl("reload", "b")
+        assert "reading weights\n" in done.stderr
+
+    def test_reload_of_a_directory_is_seen_from_here(self, path, ftctl, tmp_path, monkeypatch):
+        (tmp_path / "model").mkdir()
+        monkeypatch.chdir(tmp_path)
+        with running(path):
+            assert f"--model {tmp_path}/model" in ftctl("reload", "model").stderr
+            assert "--model demo/x" in ftctl("reload", "demo/x").stderr
+
+    def test_drain_out_of_time_then_cut(self, path, ftctl):
+        with running(path, a=Script(engine={"step_s": 0.01})) as daemon:
+            daemon.submit(EngineRequest("r", (1,), max_tokens=100_000))
+            done = ftctl("drain", "--timeout", "50ms")
+            assert done.exit_code == 4
+            assert "1 running and 0 waiting requests are left after 0.05 s" in done.stderr
+            health = ftctl("health")
+            assert health.exit_code == 1 and "being drained" in health.stdout
+            assert ftctl("reload", "--cut").exit_code == 0
+            assert re.match(r"a drained in ", ftctl("drain").stdout)
+
+    def test_stop_waits_for_the_end(self, path, ftctl):
+        with running(path) as daemon:
+            assert ftctl("stop").stdout == f"ftd stopped (pid {os.getpid()})\n"
+            assert not path.exists()
+            assert ftctl("status").exit_code == 3
+            daemon.thread.join(10)
+            daemon.loop = type("Closed", (), {"call_soon_threadsafe": staticmethod(lambda _: None)})
+
+    def test_watch_into_a_pipe_ends_with_ftd(self, path, ftctl):
+        with running(path) as daemon:
+            lines = []
+            thread = threading.Thread(
+                target=lambda: lines.append(ftctl("watch", "--interval", "50ms"))
+            )
+            thread.start()
+            threading.Event().wait(0.2)
+            daemon.loop.call_soon_threadsafe(daemon.ended.set)
+            thread.join(10)
+        (done,) = lines
+        first = done.stdout.splitlines()[0]
+        assert first.startswith("ready model=a running=0 waiting=0 decode_tok_s=120.5")
+        assert first.endswith("pages=4/16 slots=4/8 hits=75%")
+        assert done.exit_code == 0 and "ftd has ended" in done.stderr
+
+
+class TestExitCodes:
+    def test_not_running_names_the_socket_and_what_to_do(self, path, ftctl):
+        for words in (["status"], ["reload", "x"], ["stop"], ["watch"], ["drain"]):
+            done = ftctl(*words)
+            assert (done.exit_code, done.stdout) == (3, ""), words
+            assert f"nobody listens on {path}" in done.stderr
+            assert "start it with: ftd" in done.stderr
+
+    @pytest.mark.parametrize("words", [("--json", "status"), ("status", "--json")])
+    def test_errors_are_json_too(self, ftctl, words):
+        done = ftctl(*words)
+        assert json.loads(done.stderr)["error"]["code"] == "not_running"
+
+    @pytest.mark.parametrize(
+        "words", [(), ("nix",), ("cancel",), ("status", "--timeout", "soon"), ("status", "x")]
+    )
+    def test_usage(self, ftctl, words):
+        assert ftctl(*words).exit_code == 2
+
+    def test_silent_ftd_is_a_time_out(self, path, ftctl):
+        import socket
+
+        with socket.socket(socket.AF_UNIX) as silent:
+            silent.bind(str(path))
+            silent.listen()
+            done = ftctl("status", "--timeout", "50ms")
+        assert done.exit_code == 4 and "was silent for 0.05 s" in done.stderr
+
+
+def test_starts_without_torch_and_aiohttp():
+    heavy = "{'torch', 'aiohttp', 'numpy', 'asyncio', 'structlog'}"
+    probe = f"import sys, ftctl.cli; print(*({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+class TestViews:
+    STATUS = p.StatusResult(
+        version="0.1.0",
+        pid=4711,
+        uptime_s=185.0,
+        state="reloading",
+        ready=True,
+        cause=None,
+        last_failure="loading b failed: " + "very " * 40 + "long",
+        model="qwen3-30b-a3b-instruct-2507-with-a-long-name" * 2,
+        path="/models/" + "x" * 100,
+        http="http://127.0.0.1:1919",
+        rss_bytes=57 * 2**30,
+        progress=p.Progress("reading weights", 30 * 2**30, 57 * 2**30),
+        engine=EngineStatus(
+            running=8,
+            waiting=3,
+            pages_total=4096,
+            pages_held=4000,
+            pages_cached=1000,
+            slots_total=2048,
+            slots_used=2000,
+            expert_hits=9,
+            expert_misses=1,
+            requests=tuple(
+                RequestInfo(f"chatcmpl-{i}" * 5, "prefill", 12000, 512, 0, 0, 3.5)
+                for i in range(30)
+            ),
+        ),
+    )
+
+    @pytest.mark.parametrize("columns", [20, 79, 80, 200])
+    def test_live_fits_the_terminal(self, columns):
+        lines = view.live(self.STATUS, columns, PLAIN)
+        assert max(map(len, lines)) <= columns
+        assert any("reading weights" in line for line in lines)
+
+    def test_live_shows_bars_at_eighty_columns(self):
+        text = "\n".join(view.live(self.STATUS, 80, PLAIN))
+        assert re.search(r"KV +\[#+-*\]  98% 4000 of 4096 pages", text)
+        assert re.search(r"experts +\[#+-*\]  98% 2000 of 2048 slots, 90% hits", text)
+        assert re.search(r"reading weights \[#+-+\]  53% 30.0 GiB of 57.0 GiB", text)
+
+    def test_live_without_a_model(self):
+        failed = p.StatusResult(
+            version="1",
+            pid=1,
+            uptime_s=1.0,
+            state="failed",
+            ready=False,
+            cause="shard 2 is missing",
+            last_failure=None,
+            model=None,
+            path=None,
+            http="",
+            rss_bytes=1,
+        )
+        assert "failed: shard 2 is missing" in view.live(failed, 80, PLAIN)
+
+    @pytest.mark.parametrize(
+        ("tty", "environ", "on"),
+        [
+            (True, {}, True),
+            (False, {}, False),
+            (True, {"NO_COLOR": "1"}, False),
+            (True, {"TERM": "dumb"}, False),
+        ],
+    )
+    def test_colours_where_wanted(self, monkeypatch, tty, environ, on):
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        monkeypatch.setenv("TERM", "xterm")
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        paint = view.Paint.of(type("Stream", (), {"isatty": lambda self: tty})())
+        assert (paint("x", view.RED) != "x") is on
+
+    def test_screen_gives_the_terminal_back(self, capsys):
+        with Screen(sys.stdout) as screen:
+            screen.draw(["one", "two"])
+        out = capsys.readouterr().out
+        assert out.startswith("\x1b[?1049h") and out.endswith("\x1b[?1049l")
+        assert "one\x1b[K\r\ntwo\x1b[K\r\n\x1b[J" in out
+
+    def test_bar_tells_each_phase_once_where_nothing_moves(self, capsys):
+        with Bar(sys.stderr) as bar:
+            for phase in ["checking", "reading weights", "reading weights", "warming up"]:
+                bar.draw(p.Progress(phase))
+        assert capsys.readouterr().err == "checking\nreading weights\nwarming up\n"
+
+    def test_draining_shows_what_is_left(self):
+        assert view.progress(p.Progress("draining", running=2, waiting=1), 80) == (
+            "draining, 2 running, 1 waiting"
+        )
