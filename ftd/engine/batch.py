@@ -1,4 +1,4 @@
-"""Pack the rows of a step: which tokens of which sequences, where their KV goes, whose logits count."""
+"""Pack a step's rows: which tokens of which sequences, where their KV goes, whose logits count."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -32,6 +33,7 @@ from .api import EngineLimits, EngineRequest, EngineStatus, Finish, Output
 
 log = structlog.get_logger(__name__)
 
+PUBLISH_S = 0.02  # a busy engine's status is at most this old
 IDLE_BEAT_S = 1.0  # the heartbeat of an engine without work
 JOIN_TIMEOUT_S = 30.0  # a prefill layer of a large model on a small CPU takes seconds, not more
 
@@ -150,6 +152,7 @@ class EngineThread:
         self._idle.set()
         self._failed: asyncio.Event = asyncio.Event()
         self._status = core.status()
+        self._published_s = 0.0
         core.beat = self._layer_border
         self._thread = threading.Thread(target=self._run, name="ftd-engine", daemon=True)
         self._thread.start()
@@ -347,6 +350,10 @@ class EngineThread:
                 message.done.set_exception(NotReady("the engine is closed", retry_after_s=5))
 
     def _publish(self) -> None:
+        now_s = time.monotonic()
+        if self._core.has_work() and now_s < self._published_s + PUBLISH_S:
+            return
+        self._published_s = now_s
         self._status = self._core.status()
 
 

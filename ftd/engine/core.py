@@ -1,0 +1,387 @@
+"""The engine's state, and one step of it: plan, pages, forward pass, sampling, bookkeeping.
+
+Everything here runs on the engine thread. A step either commits as a whole or, interrupted at a
+layer border, leaves sequences as they were: KV written for tokens that were not committed is
+written again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import structlog
+import torch
+
+from ftd.config import FaultSpec
+from ftd.engine.api import (
+    EngineRequest,
+    EngineStatus,
+    Finish,
+    Output,
+    RequestInfo,
+    TokenLogprob,
+)
+from ftd.engine.batch import Span, pack
+from ftd.engine.meter import Meter
+from ftd.engine.sampling import Draw, Sampler, SamplingState, token_logprob
+from ftd.errors import EngineFailed
+from ftd.experts.runtime import ExpertRuntime
+from ftd.kv.cache import KvCache
+from ftd.kv.pages import PagePool
+from ftd.kv.prefix_tree import PrefixTree
+from ftd.model.architecture import Model
+from ftd.schedule.policy import Limits, Run, SequenceView, StepPlan, next_in_line, plan_step
+from ftd.schedule.rates import Rates
+from ftd.schedule.sequence import Sequence
+
+log = structlog.get_logger(__name__)
+
+# Prompt rows a step computes when all their logits are wanted: [64, V] float32 is 39 MB at 152k.
+SCORED_ROWS = 64
+NO_FAULT = FaultSpec()
+
+
+@dataclass(slots=True)
+class Totals:
+    steps: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    output_tokens: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+
+
+@dataclass(slots=True)
+class Answering:
+    """A request in the engine: its sequence, and what is remembered beside the tokens."""
+
+    sequence: Sequence
+    sampling: SamplingState
+    scores: list[TokenLogprob | None] = field(default_factory=list)  # of the prompt, if asked for
+    announced: bool = False  # reused_tokens and prompt_logprobs have gone out
+
+    @property
+    def request(self) -> EngineRequest:
+        return self.sequence.request
+
+    @property
+    def wants_scores(self) -> bool:
+        return self.request.prompt_logprobs is not None
+
+
+class EngineCore:
+    """Owns model, KV and sequences.
+
+    Args:
+        limits: of the scheduler; ``num_pages`` and ``page_tokens`` are those of ``kv``.
+        close: frees what the model stands on, once no step runs any more.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kv: KvCache,
+        experts: ExpertRuntime,
+        limits: Limits,
+        *,
+        fault: FaultSpec = NO_FAULT,
+        close: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.beat: Callable[[], None] = lambda: None
+        self.model = model
+        self.kv = kv
+        self.experts = experts
+        self.limits = limits
+        self.pages = PagePool(kv.num_pages, kv.page_tokens)
+        self.tree = PrefixTree(self.pages)
+        self.sampler = Sampler(model.spec.vocab)
+        self.rates = Rates()
+        self.totals = Totals()
+        self._waiting: dict[str, Answering] = {}  # in order of arrival
+        self._running: dict[str, Answering] = {}
+        self._prefilling: frozenset[str] = frozenset()  # in the step that runs now
+        self._arrivals = 0
+        self._credit_s = 0.0
+        self._meter = Meter(clock)
+        self._fault = fault
+        self._close = close
+        self._clock = clock
+
+    # ---- between steps
+
+    def add(self, request: EngineRequest) -> None:
+        self._arrivals += 1
+        sequence = Sequence(request, self._arrivals)
+        sampling = SamplingState(request.sampling, request.prompt_ids)
+        self._waiting[sequence.key] = Answering(sequence, sampling)
+
+    def end(self, request_id: str) -> bool:
+        """Forget a request; its finished pages stay cached. False: it is over already."""
+        answering = self._waiting.pop(request_id, None) or self._running.pop(request_id, None)
+        if answering is None:
+            return False
+        self._give_back(answering.sequence)
+        self.totals.cancelled += 1
+        return True
+
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def in_prefill(self, request_id: str) -> bool:
+        return request_id in self._prefilling
+
+    def request_ids(self) -> list[str]:
+        return [*self._running, *self._waiting]
+
+    def close(self) -> None:
+        self._close()
+
+    # ---- a step
+
+    def step(self) -> list[Output]:
+        """Run one step; returns what it brought for each request.
+
+        Raises whatever ``beat`` raises at a layer border: nothing is committed then.
+        """
+        began_s = self._clock()
+        plan = self._plan()
+        self._carry_out(plan)
+        runs = [(self._running[run.key], run.tokens) for run in self._within_scored_rows(plan.runs)]
+        assert runs, "requests wait, but the plan runs nothing"
+        self._inject_faults()
+        self._prefilling = frozenset(a.sequence.key for a, n in runs if n > 1)
+        spans = [self._span(answering, tokens) for answering, tokens in runs]
+        try:
+            logits = self.model.forward(pack(spans, self.kv.page_tokens), self.kv, self)
+        except BaseException:
+            self.experts.abandon_step()
+            raise
+        finally:
+            self._prefilling = frozenset()
+        self.experts.safe_point()
+        outputs = self._commit(runs, spans, logits)
+        self._credit_s = plan.credit_s
+        self._measure(runs, len(outputs), self._clock() - began_s)
+        return outputs
+
+    def forward(
+        self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """``Experts.forward``, with a look at what has arrived before each layer's experts."""
+        self.beat()
+        return self.experts.forward(layer, x, ids, weights)
+
+    def _plan(self) -> StepPlan:
+        running = [self._view(a.sequence) for a in self._running.values()]
+        waiting = [a.sequence.view(0) for a in self._waiting.values()]
+        line = next_in_line(waiting, running, self.limits)
+        return plan_step(
+            running,
+            [self._view_after_reuse(self._waiting[key]) for key in line],
+            free_pages=self.pages.free,
+            idle_pages=self.pages.idle,
+            rates=self.rates,
+            credit_s=self._credit_s,
+            limits=self.limits,
+        )
+
+    def _view(self, sequence: Sequence) -> SequenceView:
+        return sequence.view(self.pages.num_exclusive(sequence.pages))
+
+    def _view_after_reuse(self, answering: Answering) -> SequenceView:
+        reuse = self.tree.peek(answering.sequence.ids, self._reusable(answering))
+        return answering.sequence.view_after(reuse.tokens, reuse.idle_pages, self.kv.page_tokens)
+
+    def _reusable(self, answering: Answering) -> int | None:
+        return 0 if answering.wants_scores and not answering.announced else None
+
+    def _carry_out(self, plan: StepPlan) -> None:
+        for key in plan.preempt:
+            victim = self._running.pop(key)
+            self._give_back(victim.sequence)
+            victim.scores.clear()
+            self._waiting[key] = victim
+            log.info("sequence.preempted", request=key, tokens=len(victim.sequence.ids))
+        for key in plan.admit:
+            answering = self._running[key] = self._waiting.pop(key)
+            sequence = answering.sequence
+            first = sequence.reused is None
+            pages = self.tree.match(sequence.ids, self._reusable(answering))
+            sequence.start(pages, self.kv.page_tokens)
+            if first:
+                self.totals.reused_tokens += sequence.computed
+        for key in plan.passed_over:
+            self._running[key].sequence.passed_over += 1
+        if plan.new_pages > self.pages.free:
+            self.tree.evict(plan.new_pages - self.pages.free)
+
+    def _within_scored_rows(self, runs: Seq[Run]) -> list[Run]:
+        return [
+            Run(run.key, min(run.tokens, SCORED_ROWS)) if self._scoring(run.key) else run
+            for run in runs
+        ]
+
+    def _scoring(self, key: str) -> bool:
+        answering = self._running[key]
+        return answering.wants_scores and not answering.announced
+
+    def _inject_faults(self) -> None:
+        if self._fault.slow_s:
+            time.sleep(self._fault.slow_s)
+        if self._fault.step is not None and self.totals.steps + 1 == self._fault.step:
+            raise EngineFailed(f"step {self._fault.step} failed, as --fault asked")
+
+    def _span(self, answering: Answering, tokens: int) -> Span:
+        """The next tokens of a sequence, with pages for them."""
+        sequence = answering.sequence
+        begin, end = sequence.computed, sequence.computed + tokens
+        lacking = -(-end // self.kv.page_tokens) - len(sequence.pages)
+        if lacking > 0:
+            pages = self.pages.allocate(lacking)
+            assert pages is not None, (lacking, self.pages.free)
+            sequence.pages.extend(pages)
+        last = int(end == len(sequence.ids))
+        logits = tokens if self._scoring(sequence.key) else last
+        return Span(sequence.ids[begin:end], begin, sequence.pages, logits)
+
+    def _commit(
+        self, runs: Seq[tuple[Answering, int]], spans: Seq[Span], logits: torch.Tensor
+    ) -> list[Output]:
+        ends, drawing, row = [], [], 0
+        for (answering, tokens), span in zip(runs, spans, strict=True):
+            sequence = answering.sequence
+            if self._scoring(sequence.key):
+                self._score(answering, span, logits[row : row + span.logits])
+            row += span.logits
+            sequence.computed += tokens
+            sequence.passed_over = 0
+            if tokens > 1:
+                self._keep(sequence)
+            if sequence.pending == 0:
+                drawing.append(answering)
+                ends.append(row - 1)
+        rows = logits if len(ends) == len(logits) else logits[ends]
+        draws = self.sampler.sample(
+            rows, [a.sampling for a in drawing], [len(a.sequence.ids) for a in drawing]
+        )
+        return [self._answer(a, draw) for a, draw in zip(drawing, draws, strict=True)]
+
+    def _score(self, answering: Answering, span: Span, logits: torch.Tensor) -> None:
+        """Log-probabilities of the prompt's own tokens: row i judges token i + 1."""
+        top = answering.request.prompt_logprobs
+        assert top is not None
+        if not answering.scores:
+            answering.scores.append(None)
+        ids, end = answering.sequence.ids, answering.sequence.prompt_tokens
+        for place, row in enumerate(logits, start=span.begin + 1):
+            if place < end:
+                answering.scores.append(token_logprob(row, ids[place], top))
+
+    def _answer(self, answering: Answering, draw: Draw | EngineFailed) -> Output:
+        sequence, request = answering.sequence, answering.request
+        if isinstance(draw, EngineFailed):
+            log.error("request.failed", request=request.request_id, cause=str(draw))
+            del self._running[request.request_id]
+            self.pages.release(sequence.leave())  # not kept: their KV may be damaged
+            self.totals.failed += 1
+            return Output(request.request_id, finish=Finish.ERROR, error=draw)
+        sequence.ids.append(draw.token)
+        self.totals.output_tokens += 1
+        finish = self._finish(sequence, draw.token)
+        first, answering.announced = not answering.announced, True
+        output = Output(
+            request.request_id,
+            (draw.token,),
+            (draw.logprob,) if draw.logprob else (),
+            tuple(answering.scores) if first and answering.wants_scores else None,
+            sequence.reused if first else None,
+            finish,
+        )
+        if finish:
+            del self._running[request.request_id]
+            self._give_back(sequence)
+            self.totals.finished += 1
+        elif sequence.computed % self.kv.page_tokens == 0:
+            self._keep(sequence)
+        return output
+
+    def _finish(self, sequence: Sequence, token: int) -> Finish | None:
+        request = sequence.request
+        if token in request.eos_ids:
+            return Finish.EOS
+        if token in request.stop_ids:
+            return Finish.STOP
+        return Finish.LENGTH if sequence.output_tokens >= request.max_tokens else None
+
+    def _keep(self, sequence: Sequence) -> None:
+        """Let the prefix tree have what is computed so far."""
+        self.tree.insert(sequence.ids[: sequence.computed], sequence.pages)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        self._keep(sequence)
+        self.pages.release(sequence.leave())
+
+    # ---- figures
+
+    def _measure(self, runs: Seq[tuple[Answering, int]], drawn: int, seconds: float) -> None:
+        rows = sum(tokens == 1 for _, tokens in runs)
+        prompt = sum(tokens for _, tokens in runs) - rows
+        self.rates = self.rates.measured(rows, prompt, seconds)
+        self.totals.steps += 1
+        self.totals.prompt_tokens += prompt
+        self._meter.step(drawn, prompt, seconds)
+
+    def status(self) -> EngineStatus:
+        now_s = self._clock()
+        counters = self.experts.counters()
+        totals = self.totals
+        return EngineStatus(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            pages_total=self.pages.num_pages,
+            pages_free=self.pages.free,
+            pages_held=self.pages.held,
+            pages_cached=self.pages.idle,
+            page_tokens=self.kv.page_tokens,
+            slots_total=counters.slots_total,
+            slots_used=counters.slots_used,
+            steps=totals.steps,
+            prompt_tokens=totals.prompt_tokens,
+            reused_tokens=totals.reused_tokens,
+            output_tokens=totals.output_tokens,
+            finished=totals.finished,
+            cancelled=totals.cancelled,
+            failed=totals.failed,
+            expert_hits=counters.hits,
+            expert_misses=counters.misses,
+            expert_fetched=counters.fetched,
+            expert_evicted=counters.evicted,
+            decode_tokens_per_s=self._meter.decode_tokens_per_s(),
+            prefill_tokens_per_s=self._meter.prefill_tokens_per_s(),
+            step_ms_p50=self._meter.step_ms_p50(),
+            requests=tuple(
+                _info(a, state, now_s)
+                for state, group in (("running", self._running), ("waiting", self._waiting))
+                for a in group.values()
+            ),
+        )
+
+
+def _info(answering: Answering, state: str, now_s: float) -> RequestInfo:
+    sequence = answering.sequence
+    if state == "running":
+        state = "decode" if sequence.pending == 1 else "prefill"
+    return RequestInfo(
+        request_id=sequence.key,
+        state=state,
+        prompt_tokens=sequence.prompt_tokens,
+        computed_tokens=min(sequence.computed, sequence.prompt_tokens),
+        reused_tokens=sequence.reused or 0,
+        output_tokens=sequence.output_tokens,
+        age_s=max(0.0, now_s - sequence.request.arrival_s) if sequence.request.arrival_s else 0.0,
+    )

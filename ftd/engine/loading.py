@@ -1,0 +1,203 @@
+"""From files to a running engine: look at headers, plan, read weights, start the thread.
+
+Blocking; meant for a thread of its own. ``prepare`` reads headers only and refuses whatever can be
+refused; after it only reading can fail.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import torch
+
+from ftd.checkpoint.headers import Checkpoint, check, read_checkpoint
+from ftd.checkpoint.load import load_weights
+from ftd.config import Config
+from ftd.engine.api import EngineLimits
+from ftd.engine.core import EngineCore
+from ftd.engine.thread import EngineThread
+from ftd.errors import NotReady
+from ftd.experts.host_pool import HostPool
+from ftd.experts.runtime import ExpertRuntime
+from ftd.kernels.cpu import native
+from ftd.kernels.formats import ExpertLayout
+from ftd.kernels.ops import Ops
+from ftd.kernels.reference import TorchOps
+from ftd.kv.cache import KvCache
+from ftd.memory.machine import Machine, read_machine
+from ftd.memory.plan import MemoryPlan, act_dtype, plan_memory
+from ftd.model.architecture import Architecture
+from ftd.model.registry import architecture_for
+from ftd.model.spec import ModelSpec, MoeSpec
+from ftd.schedule.policy import Limits
+from ftd.units import MiB
+
+log = structlog.get_logger(__name__)
+
+# A pool that fits into caches tells nothing of prefetching, and needs none.
+CALIBRATE_FROM_BYTES = 512 * MiB
+CALIBRATE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A checkpoint whose headers are good, and the plan for it."""
+
+    checkpoint: Checkpoint
+    architecture: Architecture
+    spec: ModelSpec
+    layout: ExpertLayout
+    machine: Machine
+    plan: MemoryPlan
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    handle: EngineThread
+    spec: ModelSpec
+    plan: MemoryPlan
+    kernels: str  # what computes: an instruction set, or "torch"
+
+
+def prepare(path: Path, config: Config, machine: Machine | None = None) -> Prepared:
+    """Read headers and plan the memory.
+
+    Raises:
+        CheckpointError, UnsupportedModel: the files cannot be served.
+        BudgetExceeded, ConfigError: the settings do not fit model or machine.
+    """
+    checkpoint = read_checkpoint(path)
+    architecture = architecture_for(checkpoint.config)
+    spec = architecture.spec(checkpoint.config, checkpoint.generation_config)
+    layout = check(checkpoint, architecture, spec)
+    dense = sum(checkpoint.tensors[name].nbytes for name in architecture.dense_tensors(spec))
+    machine = machine or read_machine()
+    plan = plan_memory(spec, layout, dense, config, machine)
+    return Prepared(checkpoint, architecture, spec, layout, machine, plan)
+
+
+def load_engine(
+    config: Config,
+    prepared: Prepared,
+    progress: Callable[[int, int], None],
+    cancelled: Callable[[], bool],
+) -> LoadedEngine:
+    """Read the weights and start an engine on them.
+
+    Args:
+        progress: called with bytes done and in all.
+        cancelled: asked between reads; true ends the load with NotReady.
+    Raises:
+        CheckpointError: a file changed or could not be read.
+        BudgetExceeded: the system refuses the memory that was planned.
+    """
+    began_s = time.monotonic()
+    spec, plan, layout = prepared.spec, prepared.plan, prepared.layout
+    dtype = getattr(torch, act_dtype(config, spec))
+    with ExitStack() as undo:  # what a failed load has taken; a good one hands it to the engine
+        pool = HostPool(
+            len(spec.moe_layers),
+            _moe(spec).num_experts,
+            layout,
+            spec.moe_layers,
+            nodes=prepared.machine.numa_nodes or (0,),
+            available_bytes=prepared.machine.available_bytes,
+        )
+        undo.callback(pool.close)
+        threads = None if config.load_threads == "auto" else config.load_threads
+        weights = load_weights(
+            prepared.checkpoint,
+            prepared.architecture,
+            spec,
+            pool,
+            progress,
+            cancelled,
+            threads=threads,
+        )
+        _refuse_if(cancelled)
+        ops = _ops(config, pool, undo)
+        model = prepared.architecture.build(spec, weights, ops, dtype)
+        kv = KvCache(spec, plan.num_pages, plan.page_tokens, dtype)
+        undo.callback(kv.close)
+        experts = ExpertRuntime(spec, layout, pool, ops, plan.num_slots)
+        undo.callback(experts.close)
+        _calibrate(ops, pool, prepared, dtype)
+        _refuse_if(cancelled)
+        core = EngineCore(
+            model,
+            kv,
+            experts,
+            Limits(config.max_running, plan.prefill_chunk, plan.num_pages, plan.page_tokens),
+            fault=config.fault,
+            close=undo.pop_all().close,
+        )
+    limits = EngineLimits(
+        context_tokens=plan.context_tokens,
+        pool_tokens=plan.kv_tokens,
+        max_running=config.max_running,
+        max_waiting=config.max_waiting,
+        vocab=spec.vocab,
+    )
+    log.info(
+        "engine.loaded",
+        model_type=spec.model_type,
+        kernels=ops.name,
+        load_s=round(time.monotonic() - began_s, 3),
+        weights_bytes=plan.dense_bytes + plan.pool_bytes,
+        kv_tokens=plan.kv_tokens,
+        slots=plan.num_slots,
+    )
+    return LoadedEngine(EngineThread(core, limits), spec, plan, ops.name)
+
+
+def _moe(spec: ModelSpec) -> MoeSpec:
+    mlp = spec.layers[spec.moe_layers[0]].mlp
+    assert isinstance(mlp, MoeSpec)
+    return mlp
+
+
+def _refuse_if(cancelled: Callable[[], bool]) -> None:
+    if cancelled():
+        raise NotReady("loading was given up", retry_after_s=5)
+
+
+def _ops(config: Config, pool: HostPool, undo: ExitStack) -> Ops:
+    """The C++ kernels, or torch where they are missing; says which, once."""
+    # Whatever torch itself still computes is small: its threads would only fight the pool's.
+    torch.set_num_threads(1)
+    threads = None if config.cpu_threads == "auto" else config.cpu_threads
+    ops = native.load(config.cpu_isa, threads)
+    if ops is None:
+        torch.set_num_threads(threads or native.default_threads(native.usable_cores()))
+        log.warning(
+            "kernels.missing",
+            reason=native.unavailable_reason(),
+            cost="torch computes the experts: a third of the speed or less",
+        )
+        return TorchOps()
+    undo.callback(ops.close)
+    for address, num_bytes, node in pool.node_ranges():
+        ops.pool.place(address, num_bytes, node)
+    return ops
+
+
+def _calibrate(ops: Ops, pool: HostPool, prepared: Prepared, dtype: torch.dtype) -> None:
+    """Let the kernels find their prefetch distance, where the pool is larger than the caches."""
+    if not isinstance(ops, native.NativeOps) or pool.num_bytes < CALIBRATE_FROM_BYTES:
+        return
+    spec = prepared.spec
+    addresses = torch.cat([pool.addresses(layer) for layer in spec.moe_layers])
+    found = ops.calibrate(
+        prepared.layout, addresses, dtype, _moe(spec).experts_per_token, CALIBRATE_S
+    )
+    log.info(
+        "kernels.calibrated",
+        prefetch_bytes=found.prefetch_bytes,
+        expert_gb_per_s=[round(rate / 1e9, 1) for rate in found.expert_bytes_per_s],
+        read_gb_per_s=round(found.read_bytes_per_s / 1e9, 1),
+    )
