@@ -44,7 +44,12 @@ def read_rope(config: Published, rotary_dim: int) -> tuple[RopeSpec, int]:
 
 def frequencies(theta: float, rotary_dim: int) -> torch.Tensor:
     """Radians per token of each rotating pair: [R / 2] float32."""
-    return 1.0 / theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
+    return 1.0 / _lengths(theta, rotary_dim)
+
+
+def _lengths(theta: float, rotary_dim: int) -> torch.Tensor:
+    """Tokens per radian of each pair."""
+    return theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
 
 
 def _yarn(
@@ -67,9 +72,9 @@ def _yarn(
     if low == high:
         high += 0.001  # a step, without dividing by zero
     pairs = torch.arange(rotary_dim // 2, dtype=torch.float32)
-    slowed = ((pairs - low) / (high - low)).clamp(0, 1)  # 0: fast, 1: slow
-    plain = frequencies(theta, rotary_dim)
-    return plain / factor * slowed + plain * (1 - slowed)
+    kept = 1 - ((pairs - low) / (high - low)).clamp(0, 1)  # 1: fast, 0: slow
+    length = _lengths(theta, rotary_dim)
+    return 1.0 / (factor * length) * (1 - kept) + 1.0 / length * kept
 
 
 def _yarn_scale(scaling: Published, factor: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,13 @@ WAYS = {
 
 
 @pytest.fixture(scope="module", params=["torch", "native"])
-def ops(request) -> Ops:
+def ops(request) -> Iterator[Ops]:
     if request.param == "torch":
-        return TorchOps()
-    return native.load() or pytest.skip("the C++ kernels are not built")
+        yield TorchOps()
+        return
+    ops = native.load() or pytest.skip("the C++ kernels are not built")
+    yield ops
+    ops.close()
 
 
 @pytest.fixture(scope="module", params=FIXTURES, ids=lambda f: f or "plain")
