@@ -7,11 +7,14 @@ nothing until it is used, and closing gives everything back at once, whatever vi
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 from math import prod
 
 import torch
 
+from ftd.errors import BudgetExceeded
 from ftd.model.spec import ModelSpec
+from ftd.units import format_bytes
 
 _ALIGN_BYTES = 4096  # a page of memory: no two tensors share one
 
@@ -28,15 +31,9 @@ class KvCache:
             (num_pages, page_tokens, layer.attention.num_kv_heads, layer.attention.head_dim)
             for layer in spec.layers
         ]
-        sizes = [
-            -(-prod(shape) * dtype.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES for shape in shapes
-        ]
+        sizes = [_aligned(prod(shape) * dtype.itemsize) for shape in shapes]
         self.bytes = 2 * sum(sizes)
-        # Private, so that madvise can take pages back. No huge pages: a 2 MiB one would be filled
-        # in for the first token of every layer.
-        self._memory = mmap.mmap(-1, self.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_NOHUGEPAGE"):
-            self._memory.madvise(mmap.MADV_NOHUGEPAGE)
+        self._memory = _map(self.bytes)
         self.k: list[torch.Tensor] = []
         self.v: list[torch.Tensor] = []
         offset = 0
@@ -54,3 +51,17 @@ class KvCache:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+def _map(num_bytes: int) -> mmap.mmap:
+    try:  # private: only then can madvise take pages back
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise BudgetExceeded(
+            f"the KV cache needs {format_bytes(num_bytes)}, the system refuses to map as much",
+            hint="use a smaller --kv-tokens",
+        ) from error
+    with suppress(OSError):  # a kernel built without huge pages knows no such advice
+        # A huge page of 2 MiB would be filled in for the first token of every layer.
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return memory

@@ -9,7 +9,8 @@ Running sequences use a path from the root (``insert`` swaps their own copy of a
 tree's), so behind an idle page there are only idle ones, and ``PagePool.idle`` is exactly what
 ``evict`` can free. Pages are evicted least recently used first, from the ends of the tree.
 
-The tree belongs to one loaded model: KV of another model or dtype is never found in it.
+Token ids and page numbers come and go as ``array("i")``: four bytes each, compared and copied as
+one piece. The tree belongs to one loaded model: KV of another model or dtype is never found in it.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ from typing import NamedTuple
 
 from ftd.kv.pages import PagePool
 
-_BLOCK_PAGES = 128
-Ints = array  # array("i"): token ids or page numbers
+_BLOCK_PAGES = 128  # compared at once
 
 
 class Reuse(NamedTuple):
@@ -33,7 +33,7 @@ class Reuse(NamedTuple):
 class _Node:
     __slots__ = ("children", "pages", "parent", "queued", "tokens", "used")
 
-    def __init__(self, parent: _Node | None, tokens: Ints[int], pages: Ints[int]) -> None:
+    def __init__(self, parent: _Node | None, tokens: array[int], pages: array[int]) -> None:
         self.parent = parent
         self.tokens = tokens
         self.pages = pages
@@ -51,12 +51,12 @@ class PrefixTree:
         self._root = _Node(None, array("i"), array("i"))
         self._queue: list[tuple[int, int, _Node]] = []  # (used then, tie-break, leaf)
 
-    def peek(self, ids: Ints[int], limit: int | None = None) -> Reuse:
+    def peek(self, ids: array[int], limit: int | None = None) -> Reuse:
         """What ``match`` would find, without taking or touching anything."""
         pages = self._pages(self._path(ids, self._page_limit(ids, limit)))
         return Reuse(len(pages) * self._page_tokens, self._pool.num_idle(pages))
 
-    def match(self, ids: Ints[int], limit: int | None = None) -> Ints[int]:
+    def match(self, ids: array[int], limit: int | None = None) -> array[int]:
         """Pages of the longest known beginning of ``ids``, with the caller as a further user.
 
         At most ``limit`` tokens, and never all of ``ids``: the last token has to be computed, since
@@ -68,7 +68,7 @@ class PrefixTree:
         self._pool.retain(pages)
         return pages
 
-    def insert(self, ids: Ints[int], pages: Ints[int]) -> None:
+    def insert(self, ids: array[int], pages: array[int]) -> None:
         """Keep the whole pages of ``ids``, whose KV has been computed into the caller's ``pages``.
 
         To be called with all tokens computed so far, after each chunk; what is known already costs
@@ -117,14 +117,14 @@ class PrefixTree:
         """Forget all that no running sequence uses; returns the number of pages freed."""
         return self.evict(self._pool.idle)
 
-    def _page_limit(self, ids: Ints[int], limit: int | None) -> int:
+    def _page_limit(self, ids: array[int], limit: int | None) -> int:
         tokens = len(ids) - 1 if limit is None else min(limit, len(ids) - 1)
         return max(tokens, 0) // self._page_tokens
 
-    def _key(self, tokens: Ints[int], at: int = 0) -> bytes:
+    def _key(self, tokens: array[int], at: int = 0) -> bytes:
         return tokens[at : at + self._page_tokens].tobytes()
 
-    def _path(self, ids: Ints[int], num_pages: int) -> list[tuple[_Node, int]]:
+    def _path(self, ids: array[int], num_pages: int) -> list[tuple[_Node, int]]:
         """Nodes along ``ids`` and how many pages of each agree: all, except perhaps of the last."""
         path: list[tuple[_Node, int]] = []
         node, at, end = self._root, 0, num_pages * self._page_tokens
@@ -139,7 +139,7 @@ class PrefixTree:
             node, at = child, at + len(child.tokens)
         return path
 
-    def _agreed_pages(self, run: Ints[int], ids: Ints[int], at: int, end: int) -> int:
+    def _agreed_pages(self, run: array[int], ids: array[int], at: int, end: int) -> int:
         """How many pages of ``run`` agree with ``ids[at:end]``, from the first."""
         agreed, length = 0, min(len(run), end - at)
         # In blocks first, of a size whose copies stay in the fastest cache; then page by page.
@@ -151,7 +151,7 @@ class PrefixTree:
                 agreed = stop
         return agreed // self._page_tokens
 
-    def _pages(self, path: list[tuple[_Node, int]]) -> Ints[int]:
+    def _pages(self, path: list[tuple[_Node, int]]) -> array[int]:
         pages = array("i")
         for node, agreed in path:
             pages.extend(node.pages[:agreed])
@@ -180,7 +180,7 @@ class PrefixTree:
         upper.children[self._key(node.tokens)] = node
         return upper
 
-    def _swap(self, pages: Ints[int], known: Ints[int]) -> None:
+    def _swap(self, pages: array[int], known: array[int]) -> None:
         """Make the user of ``pages`` a user of the tree's pages instead, where they differ."""
         if pages[: len(known)] == known:
             return

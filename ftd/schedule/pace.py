@@ -51,14 +51,20 @@ def pace(
     most_tokens = min(most_tokens, pending_tokens)
     if not rates.chunk_tokens:
         return Pace(min(most_tokens, _PROBE_TOKENS), 0.0)
+    tokens = max(_chunk_tokens(rates, earned_s, most_tokens), min(least_tokens, most_tokens))
     fixed_s, token_s = rates.line
-    smooth_s = earned_s - fixed_s  # per token: what one decode step pays for
-    worthwhile_s = fixed_s * (1 / _FIXED_PART - 1)
-    tokens = most_tokens
-    small = rates.one_size and rates.chunk_tokens < most_tokens / 2  # try what a large one costs
-    if token_s and not small:
-        tokens = int(min(max(max(smooth_s, worthwhile_s) / token_s, least_tokens), most_tokens))
     left_s = credit_s + earned_s - fixed_s - token_s * tokens
     if left_s < 0:
         return Pace(0, credit_s + earned_s)
     return Pace(tokens, min(left_s, earned_s))
+
+
+def _chunk_tokens(rates: Rates, earned_s: float, most_tokens: int) -> int:
+    """The smallest chunk that wastes little, or more if one decode step pays for more."""
+    fixed_s, token_s = rates.line
+    if rates.one_size and rates.chunk_tokens < most_tokens / 2:
+        return most_tokens  # small ones only so far: find out what a large one costs
+    if token_s == 0:
+        return most_tokens
+    token_part_s = max(earned_s - fixed_s, fixed_s * (1 / _FIXED_PART - 1))
+    return int(min(token_part_s / token_s, most_tokens))

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ftd.errors import BudgetExceeded
 from ftd.kv.cache import KvCache
 from ftd.model.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec
 
@@ -55,3 +56,9 @@ def test_untouched_pages_cost_no_memory_and_closing_gives_it_back():
     cache.close()
     assert resident_bytes() - before < 16 * MIB
     assert not view[0].any()
+
+
+def test_a_cache_larger_than_any_memory_is_refused_with_its_size():
+    with pytest.raises(BudgetExceeded, match=r"needs \S+ TiB") as refused:
+        KvCache(spec(8), num_pages=2**40, page_tokens=16, dtype=torch.bfloat16)
+    assert "--kv-tokens" in refused.value.hint
