@@ -88,6 +88,7 @@ class EngineCore:
         experts: ExpertRuntime,
         limits: Limits,
         *,
+        kernels: str = "torch",
         fault: FaultSpec = NO_FAULT,
         close: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
@@ -96,6 +97,7 @@ class EngineCore:
         self.model = model
         self.kv = kv
         self.experts = experts
+        self.kernels = kernels  # what computes, for people
         self.limits = limits
         self.pages = PagePool(kv.num_pages, kv.page_tokens)
         self.tree = PrefixTree(self.pages)

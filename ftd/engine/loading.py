@@ -6,6 +6,7 @@ refused; after it only reading can fail.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,7 +22,7 @@ from ftd.config import Config
 from ftd.engine.api import EngineLimits
 from ftd.engine.core import EngineCore
 from ftd.engine.thread import EngineThread
-from ftd.errors import NotReady
+from ftd.errors import CheckpointError, NotReady
 from ftd.experts.host_pool import HostPool
 from ftd.experts.runtime import ExpertRuntime
 from ftd.kernels.cpu import native
@@ -42,6 +43,8 @@ log = structlog.get_logger(__name__)
 # A pool that fits into caches tells nothing of prefetching, and needs none.
 CALIBRATE_FROM_BYTES = 512 * MiB
 CALIBRATE_S = 1.0
+
+_loads = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ def load_engine(
     progress: Callable[[int, int], None],
     cancelled: Callable[[], bool],
 ) -> LoadedEngine:
-    """Read the weights and start an engine on them.
+    """Read the weights and start an engine on a thread of its own.
 
     Args:
         progress: called with bytes done and in all.
@@ -97,9 +100,37 @@ def load_engine(
         BudgetExceeded: the system refuses the memory that was planned.
     """
     began_s = time.monotonic()
+    core = load_core(config, prepared, progress, cancelled)
+    spec, plan = prepared.spec, prepared.plan
+    limits = EngineLimits(
+        context_tokens=plan.context_tokens,
+        pool_tokens=plan.kv_tokens,
+        max_running=config.max_running,
+        max_waiting=config.max_waiting,
+        vocab=spec.vocab,
+    )
+    log.info(
+        "engine.loaded",
+        model_type=spec.model_type,
+        kernels=core.kernels,
+        load_s=round(time.monotonic() - began_s, 3),
+        weights_bytes=plan.dense_bytes + plan.pool_bytes,
+        kv_tokens=plan.kv_tokens,
+        slots=plan.num_slots,
+    )
+    return LoadedEngine(EngineThread(core, limits), spec, plan, core.kernels)
+
+
+def load_core(
+    config: Config,
+    prepared: Prepared,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> EngineCore:
+    """``load_engine`` without the thread: the caller drives the steps."""
     spec, plan, layout = prepared.spec, prepared.plan, prepared.layout
     dtype = getattr(torch, act_dtype(config, spec))
-    with ExitStack() as undo:  # what a failed load has taken; a good one hands it to the engine
+    with ExitStack() as undo:  # what a failed load has taken; a good one hands it to the core
         pool = HostPool(
             len(spec.moe_layers),
             _moe(spec).num_experts,
@@ -120,6 +151,8 @@ def load_engine(
             threads=threads,
         )
         _refuse_if(cancelled)
+        if config.fault.load:
+            _inject_load_fault(config.fault.load)
         ops = _ops(config, pool, undo)
         model = prepared.architecture.build(spec, weights, ops, dtype)
         kv = KvCache(spec, plan.num_pages, plan.page_tokens, dtype)
@@ -128,37 +161,27 @@ def load_engine(
         undo.callback(experts.close)
         _calibrate(ops, pool, prepared, dtype)
         _refuse_if(cancelled)
-        core = EngineCore(
+        return EngineCore(
             model,
             kv,
             experts,
             Limits(config.max_running, plan.prefill_chunk, plan.num_pages, plan.page_tokens),
+            kernels=ops.name,
             fault=config.fault,
             close=undo.pop_all().close,
         )
-    limits = EngineLimits(
-        context_tokens=plan.context_tokens,
-        pool_tokens=plan.kv_tokens,
-        max_running=config.max_running,
-        max_waiting=config.max_waiting,
-        vocab=spec.vocab,
-    )
-    log.info(
-        "engine.loaded",
-        model_type=spec.model_type,
-        kernels=ops.name,
-        load_s=round(time.monotonic() - began_s, 3),
-        weights_bytes=plan.dense_bytes + plan.pool_bytes,
-        kv_tokens=plan.kv_tokens,
-        slots=plan.num_slots,
-    )
-    return LoadedEngine(EngineThread(core, limits), spec, plan, ops.name)
 
 
 def _moe(spec: ModelSpec) -> MoeSpec:
     mlp = spec.layers[spec.moe_layers[0]].mlp
     assert isinstance(mlp, MoeSpec)
     return mlp
+
+
+def _inject_load_fault(nth: int) -> None:
+    """Fail the n-th load since the process started, as ``--fault load:N`` asks."""
+    if next(_loads) == nth:
+        raise CheckpointError(f"load {nth} failed, as --fault asked")
 
 
 def _refuse_if(cancelled: Callable[[], bool]) -> None:

@@ -28,7 +28,7 @@ def request(name: str, max_tokens: int = 3, prompt: list[int] | None = None) -> 
 
 
 class CountingCore:
-    """Each step gives each request its next number; ``gate`` holds a step open at a layer border."""
+    """Each step gives each request its next number; a closed ``gate`` holds a step open."""
 
     def __init__(self) -> None:
         self.beat: Callable[[], None] = lambda: None
@@ -98,7 +98,7 @@ async def collect(ticket) -> list[Output]:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(5):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - the condition is another thread's
             await asyncio.sleep(0.002)
 
 
