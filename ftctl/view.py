@@ -154,11 +154,9 @@ def cancelled(result: p.CancelResult, paint: Paint) -> list[str]:
 
 
 def checked(result: p.CheckResult, paint: Paint) -> list[str]:
-    beside = (
-        "a reload would not stop serving" if result.fits_beside else "not beside the served one"
-    )
-    need, free = format_bytes(result.need_bytes), format_bytes(result.free_bytes)
-    return [*result.report, f"{result.model} can be loaded: {need} of {free} free; {beside}"]
+    need, available = format_bytes(result.need_bytes), format_bytes(result.available_bytes)
+    how = "while the old one serves" if result.beside else "once the old one is freed"
+    return [*result.report, f"{result.model} can be loaded {how}: {need} of {available}"]
 
 
 def reloaded(result: p.ReloadResult, paint: Paint) -> list[str]:

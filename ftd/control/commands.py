@@ -15,7 +15,6 @@ from ftd.control import protocol as p
 from ftd.errors import NotReady, RequestInvalid
 from ftd.lifecycle import Lifecycle
 from ftd.lifecycle.served import How
-from ftd.lifecycle.succession import fits_beside
 
 INTERVAL_S = (0.05, 60.0)  # between two results of watch
 
@@ -139,13 +138,12 @@ class LifecycleCommands:
 
     async def _check(self, model: str | None) -> p.CheckResult:
         name, preflight = await self._lifecycle.check(model)
-        memory = preflight.device or preflight.host
         return p.CheckResult(
             model=name,
             report=preflight.report,
-            need_bytes=memory.need_bytes,
-            free_bytes=memory.free_bytes,
-            fits_beside=fits_beside(preflight),
+            need_bytes=preflight.need_bytes,
+            available_bytes=preflight.available_bytes,
+            beside=preflight.beside,
         )
 
     async def _reload(self, model: str | None, how: How, timeout_s: float | None) -> p.ReloadResult:

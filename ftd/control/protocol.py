@@ -156,8 +156,8 @@ class CheckResult:
     model: str
     report: tuple[str, ...]
     need_bytes: int
-    free_bytes: int
-    fits_beside: bool  # a reload would not stop serving
+    available_bytes: int
+    beside: bool  # a reload would load it while the old model serves
 
 
 @dataclass(frozen=True, slots=True)

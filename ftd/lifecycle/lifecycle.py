@@ -29,14 +29,16 @@ from ftd.lifecycle.served import (
     How,
     Models,
     Phase,
+    Preflight,
     Progress,
     Reloaded,
     ServedModel,
     State,
 )
-from ftd.lifecycle.succession import Preflight, fits_beside, recovery_delay_s, retry_after_s
+from ftd.lifecycle.succession import recovery_delay_s, retry_after_s
 
 if TYPE_CHECKING:
+    from ftd.checkpoint.source import ModelSource
     from ftd.config import Config
 
 log = structlog.get_logger(__name__)
@@ -144,7 +146,8 @@ class Lifecycle:
     ) -> Reloaded:
         """Serve another model, or the same one read anew.
 
-        The next model is checked before the old one is touched. If both fit, it is loaded beside;
+        The next model is checked before the old one is touched. If both fit, and the next gets all
+        that it would get alone, it is loaded beside;
         otherwise the old one's requests finish (for at most ``timeout_s``) or are cut, it is freed,
         and the next is loaded; should that fail, the old one is loaded again.
 
@@ -243,7 +246,7 @@ class Lifecycle:
         self._stand(State.RELOADING, "the model is being replaced", accepting=self._accepting)
         try:
             candidate = await self._look_at(name)
-            if self.model and fits_beside(candidate.preflight):
+            if self.model and candidate.preflight.beside:
                 fresh = await self._open(candidate)
         except BaseException:
             if self.state is State.RELOADING:  # else the old engine has failed meanwhile
@@ -293,7 +296,8 @@ class Lifecycle:
     async def _replace(self, candidate: Candidate, old_name: str | None) -> None:
         """Load into the room made; if that fails, load the old model (None: there was none)."""
         try:
-            self._serve(await self._open(candidate))
+            now_alone = await self._preflight(candidate.config, candidate.source)
+            self._serve(await self._open(replace(candidate, preflight=now_alone)))
         except Exception as error:
             failure = f"loading {candidate.source.name} failed: {error}"
         else:
@@ -358,7 +362,7 @@ class Lifecycle:
         self._phase(Phase.FETCHING)
         source = await on_thread(lambda: self._models.resolve(config.model, self._on_piece))
         self._phase(Phase.CHECKING)
-        preflight = await on_thread(lambda: self._models.check(config, source))
+        preflight = await self._preflight(config, source)
         text = await on_thread(lambda: self._models.open_text(source))
         return Candidate(config, source, text, preflight)
 
@@ -368,7 +372,9 @@ class Lifecycle:
         config, source = candidate.config, candidate.source
         try:
             loaded = await on_thread(
-                lambda: self._models.load(config, source, self._on_piece, self._stopping.is_set)
+                lambda: self._models.load(
+                    config, candidate.preflight, self._on_piece, self._stopping.is_set
+                )
             )
         except FtdError:
             raise
@@ -378,9 +384,9 @@ class Lifecycle:
             raise LoadFailed(f"{source.name}: {error!r}", hint=hint) from None
         self._phase(Phase.WARMING_UP)
         try:
-            await _warm_up(loaded.handle)
+            await _warm_up(loaded.engine)
         except BaseException:
-            await _close(loaded.handle, None)
+            await _close(loaded.engine, None)
             raise
         names = dict.fromkeys((*config.served_name, source.name, config.model, str(source.path)))
         name, *aliases = names
@@ -390,8 +396,13 @@ class Lifecycle:
             created=int(time.time()),
             path=source.path,
             text=candidate.text,
-            engine=loaded.handle,
+            engine=loaded.engine,
+            footprint=loaded.footprint,
         )
+
+    async def _preflight(self, config: Config, source: ModelSource) -> Preflight:
+        old = self.model.footprint if self.model else None
+        return await on_thread(lambda: self._models.check(config, source, old))
 
     async def _empty(self, engine: EngineHandle, how: How, timeout_s: float) -> bool:
         """Wait until an engine has no requests. False: some are left: cut, or out of time."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ftd.engine.api import EngineHandle, EngineLimits
-from ftd.lifecycle.succession import Preflight
+from ftd.lifecycle.succession import Footprint
 from ftd.units import format_bytes
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ class ServedModel:
     path: Path
     text: TextModel
     engine: EngineHandle
+    footprint: Footprint
 
     @property
     def limits(self) -> EngineLimits:
@@ -94,11 +95,21 @@ class Reloaded:
     unready_s: float  # how long no model took requests
 
 
-class LoadedEngine(Protocol):
-    """``ftd.engine.loading.LoadedEngine``."""
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """A model whose headers, config and plan are good."""
 
-    @property
-    def handle(self) -> EngineHandle: ...
+    beside: bool  # it can be loaded while the old model serves, and gets all it would get alone
+    need_bytes: int
+    available_bytes: int
+    report: tuple[str, ...]  # the printed plan and every finding, line by line
+    prepared: Any  # what the loader goes on with
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    engine: EngineHandle
+    footprint: Footprint
 
 
 class Models(Protocol):
@@ -112,8 +123,14 @@ class Models(Protocol):
         """
         ...
 
-    def check(self, config: Config, source: ModelSource) -> Preflight:
-        """Check headers, config and plan. Raises CheckpointError, BudgetExceeded, ConfigError."""
+    def check(self, config: Config, source: ModelSource, old: Footprint | None) -> Preflight:
+        """Check headers, config and plan.
+
+        Args:
+            old: the model that is loaded now and would go.
+        Raises:
+            CheckpointError, BudgetExceeded, ConfigError: it could not be served.
+        """
         ...
 
     def open_text(self, source: ModelSource) -> TextModel:
@@ -123,10 +140,10 @@ class Models(Protocol):
     def load(
         self,
         config: Config,
-        source: ModelSource,
+        preflight: Preflight,
         progress: Callable[[int, int], None],
         cancelled: Callable[[], bool],
-    ) -> LoadedEngine:
+    ) -> Loaded:
         """Read the weights and start the engine; gives up soon after ``cancelled()`` is true."""
         ...
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ftd.units import MiB
-
-HEADROOM_BYTES = 256 * MiB  # kept for none: tokenizer, allocator and what the machine needs itself
 MAX_FAILURES = 3  # within FAILURE_PERIOD_S; one more is no accident any longer
 FAILURE_PERIOD_S = 600.0
 FIRST_DELAY_S = 0.5  # doubled with each further failure
@@ -15,26 +12,40 @@ RETRY_AFTER_S = (1.0, 60.0)  # what a client may be told, shortest and longest
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
-    """Bytes a model would take of one memory, and what that memory has free now."""
+class Footprint:
+    """Memory of a loaded model, in bytes."""
 
-    need_bytes: int
-    free_bytes: int
+    resident_bytes: int  # come back when it is freed
+    growth_bytes: int  # planned, and perhaps not touched yet: still its own
 
 
 @dataclass(frozen=True, slots=True)
-class Preflight:
-    """What serving a model would take, known from its headers alone."""
+class Capacity:
+    """What a plan grants a model."""
 
-    host: Need
-    device: Need | None  # None on the CPU device: all of it is host memory
-    report: tuple[str, ...]  # the printed plan and every finding, line by line
+    context_tokens: int
+    kv_tokens: int
+    slots: int
 
 
-def fits_beside(preflight: Preflight) -> bool:
-    """Whether the model can be loaded while the old one still serves."""
-    memories = [preflight.host, *([preflight.device] if preflight.device else [])]
-    return all(m.need_bytes + HEADROOM_BYTES <= m.free_bytes for m in memories)
+def available_beside(available_bytes: int, old: Footprint) -> int:
+    """For a model that is loaded while the old one still serves and may grow to its plan."""
+    return max(0, available_bytes - old.growth_bytes)
+
+
+def available_after(available_bytes: int, old: Footprint) -> int:
+    """For a model that is loaded once the old one is freed."""
+    return available_bytes + old.resident_bytes
+
+
+def fits_beside(beside: Capacity | None, alone: Capacity) -> bool:
+    """Whether the model loses nothing by being loaded while the old one still serves.
+
+    Args:
+        beside: what it would be granted then; None: not even the least.
+        alone: what it would be granted after the old one is freed.
+    """
+    return beside == alone
 
 
 def recovery_delay_s(failures_s: Sequence[float], now_s: float) -> float | None:

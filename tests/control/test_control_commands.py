@@ -93,7 +93,7 @@ async def test_experts(commands, lifecycle, models):
 async def test_check_changes_nothing(commands, lifecycle):
     engine = lifecycle.current().engine
     result = await commands.run(p.Check("b"))
-    assert (result.model, result.fits_beside) == ("b", True)
+    assert (result.model, result.beside) == ("b", True)
     assert result.report == ("weights  1.00 GiB",)
     with pytest.raises(CheckpointError, match="shard 2"):
         await commands.run(p.Check("broken"))

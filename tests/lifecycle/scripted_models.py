@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import threading
 import time
 from collections import deque
@@ -11,7 +12,8 @@ from pathlib import Path
 
 from ftd.engine.api import EngineLimits, EngineStatus, Finish, Output, RequestInfo
 from ftd.errors import FtdError, ModelNotFound, NotReady, RequestCancelled
-from ftd.lifecycle.succession import Need, Preflight
+from ftd.lifecycle.served import Loaded, Preflight
+from ftd.lifecycle.succession import Footprint
 
 LIMITS = EngineLimits(context_tokens=64, pool_tokens=128, max_running=4, max_waiting=8, vocab=32)
 
@@ -57,8 +59,7 @@ class ScriptedEngine:
         self.failure = None
         self.closed = False
         self.tickets = {}
-        self.ballast = bytearray(ballast_bytes)
-        self.ballast[::4096] = b"x" * len(self.ballast[::4096])
+        self.ballast = _touched(ballast_bytes)
         self.finished = 0
         self._slots = slots
         self._step_s = step_s
@@ -146,8 +147,17 @@ class ScriptedEngine:
         self._end_all(self._refusal)
         if self._task:
             self._task.cancel()
-        self.ballast = None
         self.closed = True
+
+
+def _touched(num_bytes):
+    """Resident memory from the system itself, as a host pool is; goes when it is collected."""
+    if not num_bytes:
+        return None
+    memory = mmap.mmap(-1, num_bytes)
+    for page in range(0, num_bytes, mmap.PAGESIZE):
+        memory[page] = 1
+    return memory
 
 
 @dataclass
@@ -159,7 +169,7 @@ class Script:
     pieces: int = 4
     piece_s: float = 0.0
     gate: threading.Event | None = None
-    host: Need = field(default_factory=lambda: Need(2**30, 2**40))
+    beside: bool = True
     engine: dict = field(default_factory=dict)  # arguments of ScriptedEngine
     stuck_s: float = 0.0  # a loader that does not look at ``cancelled``
 
@@ -170,16 +180,10 @@ class Source:
     path: Path
 
 
-@dataclass(frozen=True)
-class Loaded:
-    handle: ScriptedEngine
-    info: object = None
-
-
 class ScriptedModels:
     def __init__(self, **scripts):
         self.scripts = scripts
-        self.loads = []  # (name, gave up) of every load begun
+        self.loads = []  # names, in order
         self.engines = []  # weak references would be the test's business
 
     def resolve(self, model, progress):
@@ -187,18 +191,19 @@ class ScriptedModels:
             raise ModelNotFound(f"--model {model}: there is no such directory")
         return Source(model, Path("/models") / model)
 
-    def check(self, config, source):
+    def check(self, config, source, old):
         script = self.scripts[source.name]
         if script.refusal:
             raise script.refusal
-        return Preflight(script.host, None, ("weights  1.00 GiB",))
+        beside = script.beside and old is not None
+        return Preflight(beside, 2**30, 2**40, ("weights  1.00 GiB",), prepared=source.name)
 
     def open_text(self, source):
         return f"text of {source.name}"
 
-    def load(self, config, source, progress, cancelled):
-        script = self.scripts[source.name]
-        self.loads.append(source.name)
+    def load(self, config, preflight, progress, cancelled):
+        script = self.scripts[preflight.prepared]
+        self.loads.append(preflight.prepared)
         failure = script.failures.popleft() if script.failures else None
         time.sleep(script.stuck_s)
         for piece in range(script.pieces):
@@ -212,5 +217,4 @@ class ScriptedModels:
                     if cancelled():
                         raise NotReady("loading was given up")
             time.sleep(script.piece_s)
-        engine = ScriptedEngine(**script.engine)
-        return Loaded(engine)
+        return Loaded(ScriptedEngine(**script.engine), Footprint(2**30, 2**20))

@@ -3,22 +3,29 @@ from hypothesis import strategies as st
 
 from ftd.lifecycle.succession import (
     FAILURE_PERIOD_S,
-    HEADROOM_BYTES,
     MAX_FAILURES,
-    Need,
-    Preflight,
+    Capacity,
+    Footprint,
+    available_after,
+    available_beside,
     fits_beside,
     recovery_delay_s,
     retry_after_s,
 )
 
 
-def test_fits_beside_asks_every_memory():
-    roomy, tight = Need(100, 100 + HEADROOM_BYTES), Need(101, 100 + HEADROOM_BYTES)
-    assert fits_beside(Preflight(roomy, None, ()))
-    assert fits_beside(Preflight(roomy, roomy, ()))
-    assert not fits_beside(Preflight(tight, roomy, ()))
-    assert not fits_beside(Preflight(roomy, tight, ()))
+@given(st.integers(0, 2**45), st.integers(0, 2**45), st.integers(0, 2**45))
+def test_the_old_model_keeps_its_plan_and_gives_back_what_it_holds(available, resident, growth):
+    old = Footprint(resident, growth)
+    assert 0 <= available_beside(available, old) <= available
+    assert available_after(available, old) == available + resident
+
+
+def test_beside_only_if_nothing_is_lost():
+    alone = Capacity(32768, 131072, 64)
+    assert fits_beside(Capacity(32768, 131072, 64), alone)
+    assert not fits_beside(Capacity(32768, 65536, 64), alone)
+    assert not fits_beside(None, alone)
 
 
 def test_recovery_waits_longer_each_time_then_gives_up():
