@@ -64,7 +64,8 @@ class FakeEngine:
             limits=self.limits,
         )
 
-    def step(self) -> StepPlan:
+    def step(self, interrupted=False) -> StepPlan:
+        """One step; an interrupted one has its pages, but computes nothing."""
         plan = self.plan()
         by_key = {s.key: s for s in (*self.running, *self.waiting)}
         for key in plan.preempt:
@@ -83,7 +84,8 @@ class FakeEngine:
             s.pages.extend(self.pool.allocate(max(0, end - len(s.pages))))
         for key in plan.passed_over:
             by_key[key].passed_over += 1
-        self.execute(plan, by_key)
+        if not interrupted:
+            self.execute(plan, by_key)
         return plan
 
     def move(self, s, source, target):
@@ -140,6 +142,7 @@ requests = st.lists(
         st.integers(1, 38),  # most output tokens: with the longest prompt exactly the pool
         st.booleans(),  # a copy of the one before
         st.one_of(st.none(), st.integers(0, 40)),  # cancelled after so many steps
+        st.booleans(),  # the first step after its arrival is interrupted
     ),
     min_size=1,
     max_size=14,
@@ -159,7 +162,7 @@ def test_everything_finishes_within_the_pool(requests, max_running, chunk_tokens
 
     engine = FakeEngine(Limits(max_running, chunk_tokens, 32, 4), cost_s)
     expected, cancels, prompt = set(), [], ()
-    for i, (gap, family, length, output, copy, cancelled) in enumerate(requests):
+    for i, (gap, family, length, output, copy, cancelled, interrupted) in enumerate(requests):
         for _ in range(gap):
             cancels = [(key, steps - 1) for key, steps in cancels]
             for key, steps in cancels:
@@ -175,6 +178,8 @@ def test_everything_finishes_within_the_pool(requests, max_running, chunk_tokens
         expected.add(f"r{i}")
         if cancelled is not None:
             cancels.append((f"r{i}", cancelled + 1))
+        if interrupted:
+            engine.step(interrupted=True)
     for key, steps in cancels:
         if steps > 0 and key not in engine.finished:
             engine.cancel(key)
