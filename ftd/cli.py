@@ -84,6 +84,3 @@ main = click.Command(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 main = click.version_option(__version__, prog_name="ftd")(main)
-
-if __name__ == "__main__":
-    main()

@@ -14,25 +14,15 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from ftd import kinds
 from ftd.errors import ConfigError
-from ftd.units import (
-    DURATION_EXAMPLES,
-    SIZE_EXAMPLES,
-    Amount,
-    GiB,
-    KiB,
-    MiB,
-    format_bytes,
-    format_seconds,
-    parse_amount,
-    parse_duration,
-    parse_size,
-)
+from ftd.kinds import FaultSpec, HttpAddress, Kind
+from ftd.units import Amount, GiB, KiB, MiB, format_bytes, format_seconds
 
 Auto = Literal["auto"]
 CpuIsa = Literal["auto", "portable", "avx2", "avx512", "avx512bf16", "amx"]
@@ -41,223 +31,6 @@ CpuIsa = Literal["auto", "portable", "avx2", "avx512", "avx512bf16", "amx"]
 _NOT_OURS = re.compile(r"FTD_(SERVICE_(HOST|PORT)|PORT)(_.*)?")
 
 UNIX_PATH_BYTES = 107  # sun_path without its final zero
-
-
-@dataclass(frozen=True, slots=True)
-class HttpAddress:
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-@dataclass(frozen=True, slots=True)
-class FaultSpec:
-    """Faults asked for by a test: ``--fault step:3,slow:50ms``. Never set in service."""
-
-    step: int | None = None  # the n-th step since start raises
-    load: int | None = None  # the n-th load of a model since start fails half-way
-    slow_s: float = 0.0  # every step takes this much longer
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """How values of a setting are written: ``parse(value, typed)`` returns or raises ValueError.
-
-    ``typed`` values come from TOML and have a type; the others are the text of a flag or variable.
-    """
-
-    allowed: str
-    parse: Callable[[Any, bool], Any]
-    metavar: str
-    repeatable: bool = False
-    switch: bool = False
-
-    def read(self, value: object, typed: bool) -> Any:
-        try:
-            return self.parse(value, typed)
-        except ValueError as e:
-            raise ValueError(str(e) or f"expected {self.allowed}, found {_shown(value)}") from None
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, bool):
-        return "the switch " + str(value).lower()
-    if isinstance(value, str):
-        return repr(value)
-    names = {dict: "a table", list: "a list"}
-    return next((name for t, name in names.items() if isinstance(value, t)), str(value))
-
-
-def _text() -> Kind:
-    def parse(value: Any, typed: bool) -> str:
-        if not isinstance(value, str) or not value.strip():
-            raise ValueError
-        return value.strip()
-
-    return Kind("a text that is not empty", parse, "TEXT")
-
-
-def _choice(*names: str) -> Kind:
-    def parse(value: Any, typed: bool) -> str:
-        if value not in names:
-            raise ValueError
-        return str(value)
-
-    return Kind("one of " + ", ".join(names), parse, "|".join(names))
-
-
-def _device() -> Kind:
-    plain = _choice("auto", "cpu")
-
-    def parse(value: Any, typed: bool) -> str:
-        if isinstance(value, str) and re.fullmatch(r"(cuda|gpu)(:\d+)?", value):
-            raise ValueError(
-                f"this version of ftd computes on the CPU and cannot use {value}; allowed: auto or "
-                "cpu, which both serve on the CPU"
-            )
-        return str(plain.parse(value, typed))
-
-    return Kind(plain.allowed, parse, plain.metavar)
-
-
-def _whole(low: int, high: int, *, auto: bool = False, kilo: bool = False) -> Kind:
-    """A whole number; with ``kilo`` 32K may stand for 32768."""
-
-    def parse(value: Any, typed: bool) -> int | str:
-        if auto and value == "auto":
-            return "auto"
-        if kilo and isinstance(value, str) and re.fullmatch(r"\d+[KMkm]", value):
-            number = parse_size(value)
-        elif isinstance(value, int) and not isinstance(value, bool):
-            number = value
-        elif isinstance(value, str) and not typed and re.fullmatch(r"-?\d+", value.strip()):
-            number = int(value)
-        else:
-            raise ValueError
-        if not low <= number <= high:
-            raise ValueError
-        return number
-
-    allowed = f"a whole number from {low} to {high}" + (", or auto" if auto else "")
-    return Kind(allowed, parse, "N|auto" if auto else "N")
-
-
-def _size(low: int, high: int) -> Kind:
-    def parse(value: Any, typed: bool) -> int:
-        size = value if isinstance(value, int) and not isinstance(value, bool) else None
-        if size is None:
-            if not isinstance(value, str):
-                raise ValueError
-            size = parse_size(value)
-        if not low <= size <= high:
-            raise ValueError(
-                f"expected from {format_bytes(low)} to {format_bytes(high)}, "
-                f"found {format_bytes(size)}"
-            )
-        return size
-
-    return Kind(SIZE_EXAMPLES, parse, "SIZE")
-
-
-def _amount() -> Kind:
-    def parse(value: Any, typed: bool) -> Amount:
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return Amount(bytes=value)
-        if not isinstance(value, str):
-            raise ValueError
-        return parse_amount(value)
-
-    return Kind(f"{SIZE_EXAMPLES}, or a percentage such as 90%", parse, "SIZE|PERCENT")
-
-
-def _duration(low_s: float, high_s: float) -> Kind:
-    def parse(value: Any, typed: bool) -> float:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            seconds = float(value)
-        elif isinstance(value, str):
-            seconds = parse_duration(value)
-        else:
-            raise ValueError
-        if not low_s <= seconds <= high_s:
-            raise ValueError(
-                f"expected from {format_seconds(low_s)} to {format_seconds(high_s)}, "
-                f"found {format_seconds(seconds) if seconds >= 0 else f'{seconds} s'}"
-            )
-        return seconds
-
-    return Kind(DURATION_EXAMPLES, parse, "DURATION")
-
-
-def _path(max_bytes: int = 4095) -> Kind:
-    def parse(value: Any, typed: bool) -> Path:
-        if not isinstance(value, str) or not value.strip():
-            raise ValueError
-        path = Path(value).expanduser()
-        if (length := len(os.fsencode(path))) > max_bytes:
-            raise ValueError(f"expected a path of at most {max_bytes} bytes, found {length} bytes")
-        return path
-
-    return Kind("a path", parse, "PATH")
-
-
-def _http_address() -> Kind:
-    form = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]\s]+):(\d{1,5})")
-
-    def parse(value: Any, typed: bool) -> HttpAddress:
-        match = form.fullmatch(value) if isinstance(value, str) else None
-        if not match or int(match[2]) > 65535:
-            raise ValueError
-        return HttpAddress(match[1].strip("[]"), int(match[2]))
-
-    return Kind("HOST:PORT such as 127.0.0.1:1919 (port 0: any free one)", parse, "HOST:PORT")
-
-
-def _switch() -> Kind:
-    words = {
-        w: on for on, ws in ((True, "true yes on 1"), (False, "false no off 0")) for w in ws.split()
-    }
-
-    def parse(value: Any, typed: bool) -> bool:
-        if isinstance(value, bool):
-            return value
-        if typed or not isinstance(value, str) or value.lower() not in words:
-            raise ValueError
-        return words[value.lower()]
-
-    return Kind("true or false", parse, "", switch=True)
-
-
-def _several(each: Kind) -> Kind:
-    """A flag given several times, a TOML list, or a variable with commas."""
-
-    def parse(value: Any, typed: bool) -> tuple[Any, ...]:
-        if isinstance(value, str):
-            value = [value] if typed else [part for part in value.split(",") if part.strip()]
-        if not isinstance(value, list | tuple):
-            raise ValueError
-        return tuple(each.read(part, typed) for part in value)
-
-    return Kind(f"a list; each {each.allowed}", parse, each.metavar, repeatable=True)
-
-
-def _fault() -> Kind:
-    def parse(value: Any, typed: bool) -> FaultSpec:
-        if not isinstance(value, str):
-            raise ValueError
-        found: dict[str, Any] = {}
-        for part in value.split(","):
-            name, _, number = part.strip().partition(":")
-            if name in ("step", "load") and re.fullmatch(r"[1-9]\d{0,8}", number):
-                found[name] = int(number)
-            elif name == "slow":
-                found["slow_s"] = parse_duration(number)
-            else:
-                raise ValueError
-        return FaultSpec(**found)
-
-    return Kind("step:N, load:N or slow:DURATION, joined by commas", parse, "FAULT")
 
 
 def setting(
@@ -284,118 +57,120 @@ def default_socket(environ: Mapping[str, str] | None = None) -> Path:
 class Config:
     model: str = setting(
         "demo",
-        _text(),
+        kinds.text(),
         "What to serve: a directory in Hugging Face layout, a hub id OWNER/NAME, or demo.",
         reload=True,
     )
     served_name: tuple[str, ...] = setting(
         (),
-        _several(_text()),
+        kinds.several(kinds.text()),
         "Name of the model in the API; may be given several times.",
         default_text="the directory's name or the hub id",
         reload=True,
     )
     http: HttpAddress = setting(
-        HttpAddress("127.0.0.1", 1919), _http_address(), "Address of the HTTP API."
+        HttpAddress("127.0.0.1", 1919), kinds.http_address(), "Address of the HTTP API."
     )
     socket: Path = setting(
         default_socket,
-        _path(UNIX_PATH_BYTES),
+        kinds.path(UNIX_PATH_BYTES),
         "Control socket for ftctl.",
         default_text="$XDG_RUNTIME_DIR/ftd.sock, else /run/ftd/ftd.sock",
     )
     device: Literal["auto", "cpu"] = setting(
-        "auto", _device(), "Where to compute: auto or cpu. This version computes on the CPU."
+        "auto", kinds.device(), "Where to compute: auto or cpu. This version computes on the CPU."
     )
     dtype: Literal["auto", "bfloat16", "float32"] = setting(
         "auto",
-        _choice("auto", "bfloat16", "float32"),
+        kinds.choice("auto", "bfloat16", "float32"),
         "Type of activations and KV: auto, bfloat16, or float32 for comparing with references.",
     )
     context: int | Auto = setting(
         "auto",
-        _whole(16, 2**24, auto=True, kilo=True),
+        kinds.whole(16, 2**24, auto=True, kilo=True),
         "Longest sequence, prompt and answer together, in tokens.",
     )
     kv_tokens: int | Auto = setting(
         "auto",
-        _whole(16, 2**28, auto=True, kilo=True),
+        kinds.whole(16, 2**28, auto=True, kilo=True),
         "Size of the KV pool that all sequences and the prefix cache share, in tokens.",
     )
     vram: Amount | None = setting(
         None,
-        _amount(),
+        kinds.amount(),
         "Budget for KV and expert slots, in bytes or as a share of the memory that is free beside "
         "the weights. On the CPU device this is ordinary memory, and giving it turns slots on.",
         default_text="none",
     )
     expert_slots: int | Auto = setting(
         "auto",
-        _whole(0, 2**20, auto=True),
+        kinds.whole(0, 2**20, auto=True),
         "Experts kept in slots; auto fills --vram, and without --vram the CPU device has none.",
     )
     cpu_threads: int | Auto = setting(
         "auto",
-        _whole(1, 1024, auto=True),
+        kinds.whole(1, 1024, auto=True),
         "Threads that compute; auto leaves cores to the event loop and the engine thread.",
     )
     cpu_isa: CpuIsa = setting(
         "auto",
-        _choice(*get_args(CpuIsa)),
+        kinds.choice(*get_args(CpuIsa)),
         "Instruction set of the CPU kernels: " + ", ".join(get_args(CpuIsa)) + ".",
     )
     prefill_chunk: int | Auto = setting(
         "auto",
-        _whole(1, 2**16, auto=True, kilo=True),
+        kinds.whole(1, 2**16, auto=True, kilo=True),
         "Prompt tokens computed in one step; between chunks other requests decode.",
     )
-    max_running: int = setting(8, _whole(1, 1024), "Sequences computed at the same time.")
+    max_running: int = setting(8, kinds.whole(1, 1024), "Sequences computed at the same time.")
     max_waiting: int = setting(
-        256, _whole(0, 2**20), "Requests that may wait; further ones get status 429."
+        256, kinds.whole(0, 2**20), "Requests that may wait; further ones get status 429."
     )
     drain_timeout: float = setting(
         30.0,
-        _duration(0, 86400),
+        kinds.duration(0, 86400),
         "How long a drain or reload waits for running requests before it ends them.",
     )
     heartbeat: float = setting(
-        5.0, _duration(0.1, 3600), "Longest silence of a stream before an empty chunk is sent."
+        5.0, kinds.duration(0.1, 3600), "Longest silence of a stream before an empty chunk is sent."
     )
-    body_limit: int = setting(32 * MiB, _size(KiB, GiB), "Largest request body accepted.")
+    body_limit: int = setting(32 * MiB, kinds.size(KiB, GiB), "Largest request body accepted.")
     api_key_file: Path | None = setting(
         None,
-        _path(),
+        kinds.path(),
         "File with one API key a line; requests must then carry one of them.",
         default_text="no key needed",
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
-        _several(_text()),
+        kinds.several(kinds.text()),
         "Host names requests may be addressed to, beside the address listened on; may be given "
         "several times; * allows all.",
         default_text="localhost",
     )
     allow_origin: tuple[str, ...] = setting(
         (),
-        _several(_text()),
+        kinds.several(kinds.text()),
         "Web origin whose pages may call the API (CORS); may be given several times.",
         default_text="none",
     )
     load_threads: int | Auto = setting(
-        "auto", _whole(1, 256, auto=True), "Threads that read weights from disk."
+        "auto", kinds.whole(1, 256, auto=True), "Threads that read weights from disk."
     )
     log_level: Literal["debug", "info", "warning", "error"] = setting(
-        "info", _choice("debug", "info", "warning", "error"), "Least severe event that is logged."
+        "info",
+        kinds.choice("debug", "info", "warning", "error"),
+        "Least severe event that is logged.",
     )
     log_format: Literal["auto", "json", "console"] = setting(
         "auto",
-        _choice("auto", "json", "console"),
+        kinds.choice("auto", "json", "console"),
         "json, console, or auto: console on a terminal, json elsewhere.",
     )
-    log_prompts: bool = setting(False, _switch(), "Write prompts and answers to the log.")
+    log_prompts: bool = setting(False, kinds.switch(), "Write prompts and answers to the log.")
     fault: FaultSpec = setting(
         FaultSpec(),
-        _fault(),
+        kinds.fault(),
         "For tests: fail in the N-th step (step:N) or load (load:N), slow steps (slow:50ms).",
         default_text="none",
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-EVERYWHERE = {"errors", "units", "config", "log"}
+EVERYWHERE = {"errors", "units", "config", "kinds", "log"}
 MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "kv": {"kernels", "model.spec"},

@@ -59,7 +59,7 @@ def resolve(
     if _HUB_ID.fullmatch(model):
         return ModelSource(model, _hub_snapshot(model, progress, accept, download))
     raise ModelNotFound(
-        f"--model {model}: there is no such directory",
+        f"model {model}: there is no such directory",
         hint="give a directory with config.json and *.safetensors, a hub id OWNER/NAME, or demo",
     )
 
@@ -67,7 +67,7 @@ def resolve(
 def _not_a_directory(path: Path) -> ModelNotFound:
     inside = path.parent if path.parent != Path() else Path.cwd()
     return ModelNotFound(
-        f"--model {path}: this is a file, not a directory",
+        f"model {path}: this is a file, not a directory",
         hint=f"give the directory with config.json and *.safetensors, such as {inside}; "
         "GGUF and other single-file formats are not supported",
     )
@@ -92,7 +92,7 @@ def _hub_snapshot(
         return cached
     if not download:
         raise ModelNotFound(
-            f"--model {model}: not a directory, and the cache {cache} has no complete copy",
+            f"model {model}: not a directory, and the cache {cache} has no complete copy",
             hint=f"ftd downloads it when it starts; or run: hf download {model}",
         )
     try:
@@ -159,7 +159,7 @@ def _unreachable(model: str, cache: str, e: Exception) -> ModelNotFound:
                 "or give a directory"
             ),
         )
-    return ModelNotFound(f"--model {model}: {said}; {looked}", hint=hint)
+    return ModelNotFound(f"model {model}: {said}; {looked}", hint=hint)
 
 
 def _first_line(e: BaseException) -> str:

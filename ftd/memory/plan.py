@@ -100,12 +100,6 @@ def plan_memory(
     return _Planner(_Needs.of(spec, layout, dense_bytes, config), config, machine).plan()
 
 
-def least_bytes(spec: ModelSpec, layout: ExpertLayout, dense_bytes: int, config: Config) -> int:
-    """What any plan needs: the numbers asked for, and the least where it may choose."""
-    needs = _Needs.of(spec, layout, dense_bytes, config)
-    return needs.fixed_bytes + needs.asked_bytes(config)
-
-
 def act_dtype(config: Config, spec: ModelSpec) -> Literal["bfloat16", "float32"]:
     """Type of activations and KV: "auto" follows what the model was published to compute in."""
     if config.dtype != "auto":
@@ -156,14 +150,6 @@ class _Needs:
     @property
     def least_kv_bytes(self) -> int:
         return _pages_for(MIN_CONTEXT_TOKENS) * self.page_bytes
-
-    def asked_bytes(self, config: Config) -> int:
-        """KV and slots: explicit numbers, or the least where the plan may choose."""
-        slots = 0 if config.expert_slots == "auto" else config.expert_slots
-        tokens = next(
-            (n for n in (config.kv_tokens, config.context) if n != "auto"), MIN_CONTEXT_TOKENS
-        )
-        return slots * self.record_bytes + _pages_for(tokens) * self.page_bytes
 
 
 class _Planner:

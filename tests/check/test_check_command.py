@@ -89,7 +89,7 @@ def test_everything_wrong_is_found_at_once(config, demo_copy, tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model": "/no/such/dir"}, "--model /no/such/dir: there is no such directory"),
+        ({"model": "/no/such/dir"}, "model /no/such/dir: there is no such directory"),
         ({"context": 100_000}, "--context 100000: the model was trained for at most 4096 tokens"),
         ({"kv_tokens": 10**8}, "tokens of KV need"),
     ],
@@ -201,4 +201,4 @@ def test_the_command_prints_to_stdout_and_exits_0_or_1(tmp_path):
         assert good.stdout.endswith("ftd would start\n")
     bad = CliRunner().invoke(main, [*flags, "--model", "/no/such/dir"])
     assert bad.exit_code == 1
-    assert "refused: --model /no/such/dir" in bad.stdout
+    assert "refused: model /no/such/dir" in bad.stdout

@@ -1,0 +1,5 @@
+"""``python -m ftd`` is ``ftd``."""
+
+from ftd.cli import main
+
+main()
