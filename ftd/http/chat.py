@@ -77,10 +77,10 @@ def _refuse_what_cannot_be_kept(fields: Fields) -> None:
     for name, instead in (("functions", "tools"), ("function_call", "tool_choice")):
         if fields.raw(name):
             raise RequestInvalid(f"{name} is the old form", param=name, hint=f"use {instead}")
-    if fields.raw("audio") or "audio" in fields.list("modalities", 8):
-        raise RequestInvalid(
-            "modalities may be text only: this model has no voice", param="modalities"
-        )
+    if fields.raw("audio"):
+        raise RequestInvalid("audio is not made: this model has no voice", param="audio")
+    if "audio" in fields.list("modalities", 8):
+        raise RequestInvalid("modalities may be text only", param="modalities")
 
 
 def _read_logprobs(fields: Fields) -> int | None:

@@ -65,6 +65,7 @@ class Front:
     client: aiohttp.ClientSession
     lifecycle: FakeLifecycle
     text: TextModel
+    config: Config
     scripts: dict[str, Any]  # prompt ends with this text -> script
 
     @property
@@ -139,14 +140,15 @@ async def start_front(demo_text: TextModel) -> AsyncIterator[StartFront]:
 
         engine = ScriptedEngine(answer, eos=2)
         lifecycle = FakeLifecycle(Served(text, engine))
-        runner = make_runner(make_app(lifecycle, config or Config()))
+        config = config or Config()
+        runner = make_runner(make_app(lifecycle, config))
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         runners.append(runner)
         port = runner.addresses[0][1]
         clients.append(aiohttp.ClientSession())
-        return Front(f"http://127.0.0.1:{port}", clients[-1], lifecycle, text, scripts)
+        return Front(f"http://127.0.0.1:{port}", clients[-1], lifecycle, text, config, scripts)
 
     yield start
     for client in clients:
