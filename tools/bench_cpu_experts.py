@@ -1,0 +1,207 @@
+#!/usr/bin/env python3
+"""How near the CPU kernels come to the machine's own read bandwidth.
+
+One burst computes one MoE layer of random experts from a pool far larger than the caches (2 MiB
+pages where the kernel grants them); the next reads as many bytes of other experts as plainly as
+the processor can, with the same threads. Bursts take turns, so that noise meets both alike, and a
+pair gives one share. The head (--vocab rows) is measured the same way.
+
+    python tools/bench_cpu_experts.py                       # sizes of Qwen3-30B-A3B, bf16
+    python tools/bench_cpu_experts.py --threads 14 --batch 1 2 4 8 --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median, quantiles
+from typing import NamedTuple
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from ftd.kernels.cpu import native
+from ftd.kernels.cpu.native import NativeOps
+from ftd.kernels.formats import FORMATS, ExpertLayout, expert_layout
+
+GIB = 1 << 30
+EXPERTS_PER_LAYER = 128
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--inner", type=int, default=768)
+    parser.add_argument("--experts-per-token", type=int, default=8)
+    parser.add_argument("--vocab", type=int, default=151936, help="rows of the head; 0: none")
+    parser.add_argument("--format", choices=FORMATS, default="bf16")
+    parser.add_argument("--act", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--same", action="store_true", help="all tokens choose the same experts")
+    parser.add_argument("--threads", type=int, help="the caller included")
+    parser.add_argument("--pin", action="store_true", help="each worker on one processor")
+    parser.add_argument("--isa", default="auto")
+    parser.add_argument("--prefetch", type=int, help="bytes ahead; default: calibrated")
+    parser.add_argument("--pool-gib", type=float, default=3.0)
+    parser.add_argument("--seconds", type=float, default=4.0, help="for each line")
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args()
+
+
+def huge_memory(num_bytes: int) -> torch.Tensor:
+    """Zeroed bytes on 2 MiB pages where the system grants them."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)  # the tensor keeps the mapping alive
+
+
+def expert_pool(layout: ExpertLayout, pool_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Records of random weights and their addresses."""
+    count = max(EXPERTS_PER_LAYER, pool_bytes // layout.record_bytes)
+    memory = huge_memory(count * layout.record_bytes).view(count, layout.record_bytes)
+    weights = torch.randn(layout.record_bytes // layout.format.dtype.itemsize) * 0.02
+    record = weights.to(layout.format.dtype).view(torch.uint8)
+    for expert in memory:
+        expert.copy_(record)
+    return memory, memory.data_ptr() + torch.arange(count) * layout.record_bytes
+
+
+class Burst(NamedTuple):
+    """What is timed, and how many bytes it reads; made ready before the clock starts."""
+
+    run: Callable[[], object]
+    num_bytes: int
+
+
+def timed(ops: NativeOps, burst: Burst) -> float:
+    """GB/s. The workers are awake, as they are within a step."""
+    ops.pool.wake()
+    time.sleep(1e-4)
+    begin = time.perf_counter()
+    burst.run()
+    return burst.num_bytes / (time.perf_counter() - begin) / 1e9
+
+
+def paired(
+    ops: NativeOps, kernel: Callable[[], Burst], read: Callable[[int], Burst], seconds: float
+) -> dict[str, float]:
+    """Alternates kernel and read of as many bytes; GB/s of both and the share, over the pairs."""
+    rates, reads = [], []
+    kernel().run()
+    deadline = time.perf_counter() + seconds
+    while len(rates) < 8 or time.perf_counter() < deadline:
+        burst = kernel()
+        rates.append(timed(ops, burst))
+        reads.append(timed(ops, read(burst.num_bytes)))
+    shares = [100 * a / b for a, b in zip(rates, reads, strict=True)]
+    low, *_, high = quantiles(shares, n=10)
+    return {
+        "GB/s": median(rates),
+        "GB/s p90": quantiles(rates, n=10)[-1],
+        "read GB/s": median(reads),
+        "read GB/s p90": quantiles(reads, n=10)[-1],
+        "share %": median(shares),
+        "share % p10": low,
+        "share % p90": high,
+        "bursts": len(rates),
+    }
+
+
+def bench_experts(
+    ops: NativeOps,
+    layout: ExpertLayout,
+    address: torch.Tensor,
+    batch: int,
+    args: argparse.Namespace,
+) -> dict[str, float]:
+    act = getattr(torch, args.act)
+    x = torch.randn(batch, layout.hidden).to(act)
+    per_token = args.experts_per_token
+    weights = torch.full((batch, per_token), 1.0 / per_token)
+
+    def layer() -> Burst:
+        first = int(torch.randint(address.numel() - EXPERTS_PER_LAYER + 1, ()))
+        here = address[first : first + EXPERTS_PER_LAYER]
+        rows = [torch.randperm(EXPERTS_PER_LAYER)[:per_token] for _ in range(batch)]
+        ids = torch.stack(rows[:1] * batch if args.same else rows).to(torch.int32)
+        num_bytes = len(ids.unique()) * layout.payload_bytes
+        return Burst(lambda: ops.moe(x, ids, weights, here, layout), num_bytes)
+
+    def read(num_bytes: int) -> Burst:
+        count = num_bytes // layout.payload_bytes
+        records = address[torch.randint(address.numel(), (count,))].tolist()
+        return Burst(lambda: [ops.read(r, layout.payload_bytes) for r in records], num_bytes)
+
+    return paired(ops, layer, read, args.seconds)
+
+
+def bench_head(ops: NativeOps, batch: int, args: argparse.Namespace) -> dict[str, float]:
+    dtype = FORMATS[args.format].dtype
+    head_bytes = args.vocab * args.hidden * dtype.itemsize
+    weight = huge_memory(head_bytes).view(dtype).view(args.vocab, args.hidden)
+    weight.copy_(torch.randn(args.hidden).mul_(0.02).expand_as(weight))
+    x = torch.randn(batch, args.hidden).to(getattr(torch, args.act))
+
+    return paired(
+        ops,
+        lambda: Burst(lambda: ops.linear(x, weight, out_dtype=torch.float32), head_bytes),
+        lambda num_bytes: Burst(lambda: ops.read(weight.data_ptr(), num_bytes), num_bytes),
+        args.seconds,
+    )
+
+
+def main() -> int:
+    args = arguments()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    ops = native.load(args.isa, args.threads, pin=args.pin)
+    if ops is None:
+        print(native.unavailable_reason(), file=sys.stderr)
+        return 1
+    layout = expert_layout(FORMATS[args.format], args.hidden, args.inner)
+    memory, address = expert_pool(layout, int(args.pool_gib * GIB))
+    if args.prefetch is None:
+        found = ops.calibrate(
+            layout, address, getattr(torch, args.act), args.experts_per_token, 2.0
+        )
+        prefetch = found.prefetch_bytes
+    else:
+        prefetch = (args.prefetch, args.prefetch)
+        ops.set_prefetch(layout, *prefetch)
+    facts = {
+        "isa": ops.name,
+        "threads": ops.pool.threads,
+        "format": args.format,
+        "act": args.act,
+        "expert": f"{args.hidden}x{args.inner}",
+        "pool GiB": round(memory.numel() / GIB, 2),
+        "prefetch bytes": list(prefetch),
+    }
+    lines = {
+        f"experts, batch {b}": bench_experts(ops, layout, address, b, args) for b in args.batch
+    }
+    if args.vocab:
+        lines[f"head {args.vocab}, batch 1"] = bench_head(ops, 1, args)
+    ops.close()
+    if args.json:
+        print(json.dumps({**facts, "results": lines}))
+        return 0
+    print(", ".join(f"{name} {value}" for name, value in facts.items()))
+    print(f"{'':24} {'GB/s':>6} {'p90':>6}   {'read':>6} {'p90':>6}   share (p10 .. p90)")
+    for name, r in lines.items():
+        print(
+            f"{name:24} {r['GB/s']:6.1f} {r['GB/s p90']:6.1f}   {r['read GB/s']:6.1f} "
+            f"{r['read GB/s p90']:6.1f}   {r['share %']:3.0f} % ({r['share % p10']:.0f} .. "
+            f"{r['share % p90']:.0f}), {r['bursts']:.0f} bursts"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
