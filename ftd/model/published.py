@@ -1,4 +1,4 @@
-"""Reads the keys of a published config.json: each with its type, its bounds and a clear refusal."""
+"""Reads the keys of published JSON files: each with its type, its bounds and a clear refusal."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ _INT_LIMIT = 2**31 - 1  # what kernels count in
 
 
 class Published:
-    """A config.json, or a dictionary in it. ``null`` counts as absent, as it does in transformers.
+    """A JSON file, or a dictionary in it. ``null`` counts as absent, as it does in transformers.
 
     Every read raises CheckpointError naming key, value and what is expected.
     """
 
-    def __init__(self, config: Mapping[str, Any], prefix: str = "") -> None:
+    def __init__(
+        self, config: Mapping[str, Any], file: str = "config.json", prefix: str = ""
+    ) -> None:
         self._config = config
+        self._file = file
         self._prefix = prefix  # "rope_scaling." inside that dictionary
 
     def __contains__(self, key: str) -> bool:
@@ -52,7 +55,7 @@ class Published:
         value = self._get(key, default)
         if value not in allowed:
             raise UnsupportedModel(
-                f"config.json: {self._prefix}{key} {value!r:.80} is not supported",
+                f"{self._file}: {self._prefix}{key} {value!r:.80} is not supported",
                 hint=f"supported: {', '.join(allowed)}",
             )
         return value
@@ -77,15 +80,15 @@ class Published:
         value = self._get(key, {})
         if not isinstance(value, dict):
             self.refuse(key, "an object")
-        return Published(value, f"{self._prefix}{key}.")
+        return Published(value, self._file, f"{self._prefix}{key}.")
 
-    def refuse(self, key: str, expected: str, *, hint: str = "") -> NoReturn:
+    def refuse(self, key: str, expected: str) -> NoReturn:
         """Raise the CheckpointError of a key whose value cannot be right."""
         value = self._config.get(key)
         found = f"is {value!r:.80}" if value is not None else "is missing"
         raise CheckpointError(
-            f"config.json: {self._prefix}{key} {found}, expected {expected}",
-            hint=hint or "correct config.json, or download it again",
+            f"{self._file}: {self._prefix}{key} {found}, expected {expected}",
+            hint=f"correct {self._file}, or download it again",
         )
 
     def _get(self, key: str, default: Any) -> Any:

@@ -48,17 +48,19 @@ class Qwen3Moe:
             c.refuse("num_experts_per_tok", f"at most the number of experts, {sparse.num_experts}")
         every = c.integer("decoder_sparse_step", 1)
         dense_at = c.indices("mlp_only_layers", num_layers)
-        is_sparse = [i not in dense_at and (i + 1) % every == 0 for i in range(num_layers)]
-        dense = None if all(is_sparse) else DenseSpec(c.integer("intermediate_size"))
+        dense_at |= {i for i in range(num_layers) if (i + 1) % every}
+        mlps: list[DenseSpec | MoeSpec] = [sparse] * num_layers
+        for layer in dense_at:
+            mlps[layer] = DenseSpec(c.integer("intermediate_size"))
         return ModelSpec(
             model_type="qwen3_moe",
             hidden=c.integer("hidden_size"),
             vocab=c.integer("vocab_size"),
-            layers=tuple(LayerSpec(attention, sparse if s else dense or sparse) for s in is_sparse),
+            layers=tuple(LayerSpec(attention, mlp) for mlp in mlps),
             norm_eps=c.number("rms_norm_eps", 1e-6),
             tied_head=c.flag("tie_word_embeddings", False),
             context=max(c.integer("max_position_embeddings"), scaled_context),
-            eos_ids=_eos_ids(c, Published(generation_config or {})),
+            eos_ids=_eos_ids(c, Published(generation_config or {}, "generation_config.json")),
             dtype=_dtype(c),
         )
 

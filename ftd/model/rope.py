@@ -48,7 +48,7 @@ def frequencies(theta: float, rotary_dim: int) -> torch.Tensor:
 
 
 def _lengths(theta: float, rotary_dim: int) -> torch.Tensor:
-    """Tokens per radian of each pair."""
+    """Tokens in which each pair turns by one radian."""
     return theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
 
 

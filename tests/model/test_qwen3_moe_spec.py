@@ -189,6 +189,11 @@ class TestRefused:
             spec(**changes)
         assert words in caught.value.message and caught.value.hint
 
+    def test_names_the_file_that_is_wrong(self):
+        with pytest.raises(CheckpointError) as caught:
+            qwen3_moe.spec(RELEASE, {"eos_token_id": -1})
+        assert caught.value.message.startswith("generation_config.json: eos_token_id is -1")
+
     @pytest.mark.parametrize(
         "key",
         [
