@@ -18,7 +18,7 @@ import structlog
 from aiohttp import web
 
 from ftd.config import Config
-from ftd.errors import BodyTooLarge, FtdError, NotReady
+from ftd.errors import BodyTooLarge, FtdError, NotReady, RequestInvalid
 from ftd.text.answer import Piece, joined
 
 from .errors import BodyTooSlow, json_response
@@ -185,7 +185,7 @@ async def _read_body(request: web.Request, limit_bytes: int) -> bytes:
     except TimeoutError as error:
         raise BodyTooSlow(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from error
     except web.RequestPayloadError as error:
-        raise BodyTooSlow(f"the body could not be read: {error}") from error
+        raise RequestInvalid(f"the body could not be read: {error}") from error
 
 
 def _too_large(size_bytes: int, limit_bytes: int) -> BodyTooLarge:

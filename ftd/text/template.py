@@ -145,6 +145,7 @@ class ChatTemplate:
         source: the jinja text.
         where: the file it came from, for messages.
         variables: what the template may read beside the request: ``bos_token`` and the like.
+        cpu_limit_s: of each rendering; None: ``CPU_LIMIT_S``.
     Raises:
         CheckpointError: the template does not compile.
     """
@@ -155,7 +156,7 @@ class ChatTemplate:
         *,
         where: str = "chat template",
         variables: Mapping[str, Any] | None = None,
-        cpu_limit_s: float = CPU_LIMIT_S,
+        cpu_limit_s: float | None = None,
     ) -> None:
         environment = _Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Metered, "jinja2.ext.loopcontrols"]
@@ -176,7 +177,7 @@ class ChatTemplate:
                 hint="fetch the file again, or repair it",
             ) from error
         self._variables = dict(variables or {})
-        self._cpu_limit_s = cpu_limit_s
+        self._cpu_limit_s = CPU_LIMIT_S if cpu_limit_s is None else cpu_limit_s
 
     def render(
         self,
