@@ -11,7 +11,9 @@
 namespace ftd {
 namespace {
 
-constexpr int kTokenTile = 3;  // 12 of 16 registers hold partial sums
+// 12 of 16 registers hold partial sums
+constexpr int kRowTokens = 3;
+constexpr int kTileRows = 2, kTileTokens = 3, kTileTurns = 2;
 
 struct Vec {
   static constexpr int kLanes = 8;
@@ -54,6 +56,10 @@ Vec power_of_two(Vec n) {
   const __m256i bits = _mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127));
   return {_mm256_castsi256_ps(_mm256_slli_epi32(bits, 23))};
 }
+Vec kept(Vec a) {
+  asm("" : "+x"(a.v));
+  return a;
+}
 float first(Vec a) { return _mm256_cvtss_f32(a.v); }
 
 float sum(Vec a) {
@@ -73,15 +79,18 @@ constexpr bool kSplitsPairs = false;
 template <>
 constexpr bool kSplitsPairs<bf16> = true;  // a shift and a mask instead of two widenings
 
-void load_pair(const bf16* p, Vec& a, Vec& b) {
-  const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  a.v = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
-  b.v = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(int(0xffff0000))));
+__m256i load_bits(const bf16* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+Vec load_first(const bf16* p) { return {_mm256_castsi256_ps(_mm256_slli_epi32(load_bits(p), 16))}; }
+Vec load_second(const bf16* p) {
+  return {_mm256_castsi256_ps(_mm256_and_si256(load_bits(p), _mm256_set1_epi32(int(0xffff0000))))};
 }
 template <class W>
-void load_pair(const W* p, Vec& a, Vec& b) {
-  a = Vec::load(p);
-  b = Vec::load(p + Vec::kLanes);
+Vec load_first(const W* p) {
+  return Vec::load(p);
+}
+template <class W>
+Vec load_second(const W* p) {
+  return Vec::load(p + Vec::kLanes);
 }
 
 #include "vector_kernels.h"

@@ -6,7 +6,8 @@
 namespace ftd {
 namespace {
 
-constexpr int kTokenTile = 1;
+constexpr int kRowTokens = 1;
+constexpr int kTileRows = 1, kTileTokens = 1, kTileTurns = 1;
 
 struct Vec {
   static constexpr int kLanes = 8;
@@ -45,6 +46,7 @@ Vec power_of_two(const Vec& n) {
   // a NaN makes the other factor NaN already; its conversion would be undefined
   return each([&](int i) { return n.v[i] == n.v[i] ? float_of(uint32_t(int(n.v[i]) + 127) << 23) : n.v[i]; });
 }
+Vec kept(const Vec& a) { return a; }
 float first(const Vec& a) { return a.v[0]; }
 float sum(const Vec& a) {
   return ((a.v[0] + a.v[4]) + (a.v[2] + a.v[6])) + ((a.v[1] + a.v[5]) + (a.v[3] + a.v[7]));
@@ -59,9 +61,12 @@ template <class W>
 constexpr bool kSplitsPairs = false;
 
 template <class W>
-void load_pair(const W* p, Vec& a, Vec& b) {
-  a = Vec::load(p);
-  b = Vec::load(p + Vec::kLanes);
+Vec load_first(const W* p) {
+  return Vec::load(p);
+}
+template <class W>
+Vec load_second(const W* p) {
+  return Vec::load(p + Vec::kLanes);
 }
 
 #include "vector_kernels.h"

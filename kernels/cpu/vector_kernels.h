@@ -2,9 +2,11 @@
 // namespace, after it has chosen its instructions and defined
 //   Vec                    kLanes floats: zero(), all(x), load(p), store(p) for every number type
 //   + - * /, fma, lower, upper, round_to_int, power_of_two; sum, largest, first over lanes
-//   load_pair(p, a, b)     2 · kLanes weights, widened
-//   kSplitsPairs<W>        whether a gets the even ones and b the odd, else the first and second half
-//   kTokenTile             tokens whose partial sums fit the registers
+//   kept(a)                a, in a register: the compiler would load it anew for each use
+//   load_first(p), load_second(p)   2 · kLanes weights in two vectors
+//   kSplitsPairs<W>        whether they are the even and the odd ones, else the two halves
+//   kRowTokens             tokens of one row whose partial sums fit the registers
+//   kTileRows, kTileTokens, kTileTurns   the same for a block of rows and tokens, in turns (see dot)
 // No include guard, and no function of the standard library: an inline one compiled here for a
 // newer processor could be the copy that the linker keeps for everybody.
 
@@ -71,72 +73,104 @@ Vec silu(Vec x) {
 
 // ---- matrix times tokens ----------------------------------------------------------------------
 
-// One weight row against C tokens. Adds in the order that kernels.h promises.
-template <class W, int C>
-void dot_row(const W* w, int64_t inputs, const float* const* x, float* out, int64_t out_stride,
-             int64_t prefetch_bytes) {
-  Vec acc[C][2 * kPairs];
-  for (int c = 0; c < C; ++c)
-    for (int i = 0; i < 2 * kPairs; ++i) acc[c][i] = Vec::zero();
+// R weight rows against C tokens, in the order that kernels.h promises. Where the registers do not
+// hold four partial sums for each, the step's pairs of vectors take turns: kTurns passes over the rows.
+template <class W, int R, int C, int kTurns>
+void dot(const W* w, int64_t inputs, const float* const* x, float* out, int64_t out_stride, int64_t prefetch_bytes) {
+  constexpr int kHere = kPairs / kTurns;  // pairs in one turn
+  Vec total[R][C];
+  W rest[R][kStep] = {};
+  const int64_t whole = inputs / kStep * kStep;
+  for (int r = 0; r < R; ++r)
+    for (int64_t k = whole; k < inputs; ++k) rest[r][k - whole] = w[r * inputs + k];
 
-  auto step = [&](const W* p, int64_t k) {
 #pragma GCC unroll 2
-    for (int i = 0; i < kPairs; ++i) {
-      Vec a, b;
-      load_pair(p + i * 2 * Vec::kLanes, a, b);
-#pragma GCC unroll 8
+  for (int turn = 0; turn < kTurns; ++turn) {
+    Vec acc[R][C][2 * kHere];
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < C; ++c)
+        for (int i = 0; i < 2 * kHere; ++i) acc[r][c][i] = Vec::zero();
+
+    auto step = [&](const W* p, int64_t stride, int64_t k) {
+#pragma GCC unroll 2
+      for (int i = 0; i < kHere; ++i) {
+        const int64_t at = (turn * kHere + i) * 2 * Vec::kLanes;
+        Vec a[R];
+        for (int r = 0; r < R; ++r) a[r] = load_first(p + r * stride + at);
+        for (int c = 0; c < C; ++c) {
+          const Vec u = kept(Vec::load(x[c] + k + at));
+          for (int r = 0; r < R; ++r) acc[r][c][2 * i] = fma(a[r], u, acc[r][c][2 * i]);
+        }
+        for (int r = 0; r < R; ++r) a[r] = load_second(p + r * stride + at);
+        for (int c = 0; c < C; ++c) {
+          const Vec u = kept(Vec::load(x[c] + k + at + Vec::kLanes));
+          for (int r = 0; r < R; ++r) acc[r][c][2 * i + 1] = fma(a[r], u, acc[r][c][2 * i + 1]);
+        }
+      }
+    };
+    for (int64_t k = 0; k < whole; k += kStep) {
+      for (int r = 0; r < R && turn == 0; ++r)
+        for (int64_t line = 0; line < int64_t(kStep * sizeof(W)); line += 64)
+          __builtin_prefetch(reinterpret_cast<const char*>(w + r * inputs + k) + prefetch_bytes + line, 0, 2);
+      step(w + k, inputs, k);
+    }
+    if (whole < inputs) step(rest[0], kStep, whole);
+
+    for (int r = 0; r < R; ++r) {
       for (int c = 0; c < C; ++c) {
-        const float* v = x[c] + k + i * 2 * Vec::kLanes;
-        acc[c][2 * i] = fma(a, Vec::load(v), acc[c][2 * i]);
-        acc[c][2 * i + 1] = fma(b, Vec::load(v + Vec::kLanes), acc[c][2 * i + 1]);
+        Vec sum = acc[r][c][0] + acc[r][c][1];
+        for (int i = 1; i < kHere; ++i) sum = sum + (acc[r][c][2 * i] + acc[r][c][2 * i + 1]);
+        total[r][c] = turn ? total[r][c] + sum : sum;
       }
     }
-  };
-
-  int64_t k = 0;
-  for (; k + kStep <= inputs; k += kStep) {
-    for (int64_t line = 0; line < int64_t(kStep * sizeof(W)); line += 64)
-      __builtin_prefetch(reinterpret_cast<const char*>(w + k) + prefetch_bytes + line, 0, 2);
-    step(w + k, k);
   }
-  if (k < inputs) {
-    W rest[kStep] = {};
-    for (int64_t i = 0; k + i < inputs; ++i) rest[i] = w[k + i];
-    step(rest, k);
-  }
-  for (int c = 0; c < C; ++c) out[c * out_stride] = sum((acc[c][0] + acc[c][1]) + (acc[c][2] + acc[c][3]));
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) out[c * out_stride + r] = sum(total[r][c]);
 }
 
-template <class W, int C>
-void dot_rows(const MatmulCall& call, int64_t row, int64_t rows, int64_t token) {
+template <class W, int R, int C, int kTurns>
+void dot_rows(const MatmulCall& call, int64_t row, int64_t rows, int64_t token, int64_t prefetch_bytes) {
   const W* w = reinterpret_cast<const W*>(call.weight) + row * call.inputs;
   const float* x[C];
   for (int c = 0; c < C; ++c) x[c] = static_cast<const float*>(call.x[token + c]);
   float* out = call.out + token * call.out_stride + row;
-  for (int64_t r = 0; r < rows; ++r)
-    dot_row<W, C>(w + r * call.inputs, call.inputs, x, out + r, call.out_stride, call.prefetch_bytes);
+  int64_t r = 0;
+  for (; r + R <= rows; r += R)
+    dot<W, R, C, kTurns>(w + r * call.inputs, call.inputs, x, out + r, call.out_stride, prefetch_bytes);
+  for (; R > 1 && r < rows; ++r)
+    dot<W, 1, C, kTurns>(w + r * call.inputs, call.inputs, x, out + r, call.out_stride, prefetch_bytes);
 }
 
-template <class W, int C>
-void dot_tile(const MatmulCall& call, int64_t row, int64_t rows, int64_t token, int64_t tokens) {
+// Calls dot_rows for 1 <= tokens <= C.
+template <class W, int R, int C, int kTurns>
+void dot_tile(const MatmulCall& call, int64_t row, int64_t rows, int64_t token, int64_t tokens, int64_t prefetch_bytes) {
   if constexpr (C > 1) {
-    if (tokens < C) return dot_tile<W, C - 1>(call, row, rows, token, tokens);
+    if (tokens < C) return dot_tile<W, R, C - 1, kTurns>(call, row, rows, token, tokens, prefetch_bytes);
   }
-  dot_rows<W, C>(call, row, rows, token);
+  dot_rows<W, R, C, kTurns>(call, row, rows, token, prefetch_bytes);
 }
 
-// Rows in the order of their addresses; a block of them stays in the cache while the tokens pass.
+// Few tokens: row after row, in the order of their addresses, which memory likes best. More: a block of
+// rows stays in the cache while the tokens pass, a few rows at a time.
 template <class W>
 void matmul(const MatmulCall& call) {
-  constexpr int64_t kRows = 16;
-  for (int64_t row = 0; row < call.rows; row += kRows) {
-    const int64_t rows = least(kRows, call.rows - row);
-    for (int64_t t = 0; t < call.tokens; t += kTokenTile)
-      dot_tile<W, kTokenTile>(call, row, rows, t, call.tokens - t);
+  if (call.tokens <= kRowTokens) {
+    return dot_tile<W, 1, kRowTokens, 1>(call, 0, call.rows, 0, call.tokens, call.prefetch_bytes);
+  }
+  constexpr int64_t kBlockRows = 16;
+  const int64_t tiles = (call.tokens + kTileTokens - 1) / kTileTokens;
+  for (int64_t row = 0; row < call.rows; row += kBlockRows) {
+    const int64_t rows = least(kBlockRows, call.rows - row);
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t token = call.tokens * tile / tiles, next = call.tokens * (tile + 1) / tiles;
+      // only the first tile reads from memory
+      dot_tile<W, kTileRows, kTileTokens, kTileTurns>(call, row, rows, token, next - token,
+                                                     tile ? 0 : call.prefetch_bytes);
+    }
   }
 }
 
-// Inputs in the order in which load_pair of W hands out weights.
+// Inputs in the order in which load_first and load_second hand out weights.
 template <class W>
 void pack(const void* x, int type, int64_t first, int64_t count, int64_t inputs, int, void* group) {
   float* to = static_cast<float*>(group);
