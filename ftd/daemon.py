@@ -65,23 +65,25 @@ class _Daemon:
         self._lifecycle = Lifecycle(config, models)
         self._notifier = Notifier.from_environ(os.environ)
         self._end_asked = asyncio.Event()
+        self._reload_asked = asyncio.Event()
         self._remove_socket: Callable[[], None] = lambda: None
+        self._guard: threading.Timer | None = None
 
     async def run(self) -> int:
         commands = LifecycleCommands(self._lifecycle, stop=self._end)
-        async with AsyncExitStack() as open_ends:
-            control = ControlServer(self._config.socket, commands)
-            open_ends.push_async_callback(control.close)  # last of all: ftctl stop waits for it
-            self._remove_socket = control.remove_file
-            await control.start()
-            commands.http = await open_ends.enter_async_context(
-                _http(self._lifecycle, self._config)
-            )
-            log.info("daemon.started", http=commands.http, socket=str(self._config.socket))
-            with self._signals():
+        with self._signals():
+            async with AsyncExitStack() as open_ends:
+                control = ControlServer(self._config.socket, commands)
+                open_ends.push_async_callback(control.close)  # last: ftctl stop waits for it
+                self._remove_socket = control.remove_file
+                await control.start()
+                http = await open_ends.enter_async_context(_http(self._lifecycle, self._config))
+                commands.http = http
+                log.info("daemon.started", http=http, socket=str(self._config.socket))
                 try:
-                    await self._work(commands.http)
+                    await self._work(http)
                 finally:
+                    self._guard_exit()
                     self._notifier.stopping()
                     await self._lifecycle.stop(min(GRACE_S, self._config.drain_timeout))
         log.info("daemon.ended")
@@ -92,11 +94,12 @@ class _Daemon:
         pulse = Pulse(self._lifecycle, self._notifier, self._writer, http)
         failure: FtdError | None = None
         try:
-            async with asyncio.TaskGroup() as self._tasks:
-                self._tasks.create_task(self._wait_end())
-                self._tasks.create_task(self._load())
-                self._tasks.create_task(self._lifecycle.supervise())
-                self._tasks.create_task(pulse.run())
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._wait_end())
+                tasks.create_task(self._load())
+                tasks.create_task(self._reload_when_asked())
+                tasks.create_task(self._lifecycle.supervise())
+                tasks.create_task(pulse.run())
         except* _AskedToEnd:
             pass
         except* FtdError as group:
@@ -108,11 +111,14 @@ class _Daemon:
         await self._lifecycle.load()
         self._notifier.ready()
 
-    async def _reload(self) -> None:
-        try:
-            await self._lifecycle.reload(timeout_s=self._config.drain_timeout)
-        except FtdError as error:  # the model that was serving serves on, or health says why not
-            log.warning("daemon.reload_failed", error=str(error))
+    async def _reload_when_asked(self) -> NoReturn:
+        while True:
+            await self._reload_asked.wait()
+            self._reload_asked.clear()
+            try:
+                await self._lifecycle.reload(timeout_s=self._config.drain_timeout)
+            except FtdError as error:  # the old model serves on, or health says why not
+                log.warning("daemon.reload_failed", error=str(error))
 
     async def _wait_end(self) -> NoReturn:
         await self._end_asked.wait()
@@ -123,7 +129,20 @@ class _Daemon:
             self._lifecycle.cut()
             return
         self._end_asked.set()
-        _exit_within(EXIT_WITHIN_S, self._remove_socket)
+        self._guard_exit()
+
+    def _guard_exit(self) -> None:
+        """Leave the process by force, should anything hang while it ends."""
+        if self._guard is None:
+            self._guard = threading.Timer(EXIT_WITHIN_S, self._leave)
+            # a daemon, never cancelled: leaving the interpreter can hang too
+            self._guard.name, self._guard.daemon = "ftd-exit-guard", True
+            self._guard.start()
+
+    def _leave(self) -> None:
+        self._remove_socket()
+        os.write(2, b"ftd: something hung while ending; left by force\n")
+        os._exit(1)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -133,8 +152,7 @@ class _Daemon:
 
         def reload() -> None:
             log.info("daemon.signalled", signal="SIGHUP")
-            if not self._end_asked.is_set():
-                self._tasks.create_task(self._reload())
+            self._reload_asked.set()
 
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, end, "SIGTERM")
@@ -184,19 +202,6 @@ def _leaves(group: BaseExceptionGroup[FtdError]) -> Iterator[FtdError]:
             yield from _leaves(error)
         else:
             yield error
-
-
-def _exit_within(seconds: float, remove_socket: Callable[[], None]) -> None:
-    """Leave the process by force, should anything hang while it ends."""
-
-    def leave() -> None:
-        remove_socket()
-        os.write(2, b"ftd: something hung while ending; left by force\n")
-        os._exit(1)
-
-    guard = threading.Timer(seconds, leave)
-    guard.daemon = True
-    guard.start()
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

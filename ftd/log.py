@@ -8,6 +8,7 @@ variables: prompts live there.
 
 from __future__ import annotations
 
+import json
 import logging
 import queue
 import threading
@@ -39,9 +40,14 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="ftd-log", daemon=True)
         self._thread.start()
 
+    @property
+    def waiting(self) -> int:
+        """How many lines are not written yet."""
+        return self._queue.qsize()
+
     def line(self, text: str) -> None:
         """Queue one line; dropped and counted if ``CAPACITY_LINES`` wait already."""
-        if self._queue.qsize() >= CAPACITY_LINES:
+        if self.waiting >= CAPACITY_LINES:
             self._dropped += 1
         else:
             self._queue.put(lambda: self._write_line(text))
@@ -49,7 +55,7 @@ class Writer:
     def pin(self, text: str) -> None:
         """Show ``text`` below the log from now on; empty takes it away. Terminals only."""
         assert self.terminal
-        if text != self._asked_to_pin and self._queue.qsize() < CAPACITY_LINES:
+        if text != self._asked_to_pin and self.waiting < CAPACITY_LINES:
             self._asked_to_pin = text
             self._queue.put(lambda: self._write_pinned(text))
 
@@ -158,4 +164,7 @@ def _event_first(_logger: Any, _method: str, event: Event) -> Event:
 
 
 def _to_json(_logger: Any, _method: str, event: Event) -> str:
-    return orjson.dumps(event, default=repr, option=orjson.OPT_NON_STR_KEYS).decode()
+    try:
+        return orjson.dumps(event, default=repr, option=orjson.OPT_NON_STR_KEYS).decode()
+    except TypeError:  # a file name that is not UTF-8, an integer of more than 64 bits
+        return json.dumps(event, default=repr)

@@ -96,8 +96,10 @@ def describe(lifecycle: Lifecycle, http: str) -> str:
     """One line for people who look at the service."""
     if lifecycle.ready:
         model = lifecycle.current().name
-        progress = f"; reloading: {lifecycle.progress}" if lifecycle.progress else ""
-        return f"Serving {model} at {http}{progress}"
+        reloading = (
+            f"; reloading: {lifecycle.progress}" if lifecycle.state is State.RELOADING else ""
+        )
+        return f"Serving {model} at {http}{reloading}"
     return f"{str(lifecycle.state).capitalize()}: {lifecycle.health()['cause']}"
 
 

@@ -61,6 +61,7 @@ class ScriptedEngine:
         self.tickets = {}
         self.ballast = _touched(ballast_bytes)
         self.finished = 0
+        self.push_hook = lambda ticket: None  # called after each token
         self._slots = slots
         self._step_s = step_s
         self._refusal = None
@@ -91,6 +92,7 @@ class ScriptedEngine:
                     self.finished += 1
                 finish = Finish.LENGTH if last else None
                 ticket.push(Output(ticket.request_id, tokens=(ticket.produced,), finish=finish))
+                self.push_hook(ticket)
 
     def fail(self, cause):
         self.failure = cause

@@ -1,0 +1,62 @@
+"""The real daemon with a scripted model: ``run_scripted.py SOCKET SCENE``."""
+
+import sys
+import threading
+from collections import deque
+from pathlib import Path
+
+from scripted_models import Script, ScriptedModels
+
+from ftd.config import Config, HttpAddress
+from ftd.daemon import run
+from ftd.errors import CheckpointError, EngineFailed, FtdError
+from ftd.lifecycle import succession
+from ftd.text.textmodel import TextModel
+
+
+class Models(ScriptedModels):
+    """Engines of scene ``fails`` break as soon as they have served three tokens of a request."""
+
+    def open_text(self, source):
+        return TextModel(Path(sys.modules["ftd"].__file__).parent / "demo")
+
+    def load(self, *args):
+        loaded = super().load(*args)
+        if SCENE == "fails":
+            push = loaded.engine.push_hook
+            loaded.engine.push_hook = lambda ticket: (push(ticket), self.sabotage(loaded, ticket))
+        return loaded
+
+    def sabotage(self, loaded, ticket):
+        if ticket.request_id != "warm-up" and ticket.produced == 3:
+            loaded.engine.fail(EngineFailed("a step failed: out of memory"))
+
+
+SCENES = {
+    "ready": Script(engine={"step_s": 0.002}),
+    "slow": Script(engine={"step_s": 0.05}),
+    "loading": Script(gate=threading.Event()),
+    "stuck": Script(stuck_s=60.0),
+    "fails": Script(engine={"step_s": 0.002}),
+    "refused": Script(refusal=CheckpointError("shard 2 is missing", hint="download it again")),
+    "broken": Script(failures=deque([OSError("disk on fire")])),
+}
+
+socket, SCENE, port = sys.argv[1:]
+succession.FIRST_DELAY_S = 0.01
+config = Config(
+    model="a",
+    socket=Path(socket),
+    http=HttpAddress("127.0.0.1", int(port)),
+    log_format="json",
+    drain_timeout=1.0,
+)
+try:
+    code = run(config, Models(a=SCENES[SCENE], b=Script()))
+except FtdError as error:
+    print(f"ftd: error: {error}", file=sys.stderr)
+    code = 1
+threads = [t.name for t in threading.enumerate()]
+threads = [name for name in threads if name not in ("MainThread", "ftd-exit-guard")]
+print("threads left:", threads, file=sys.stderr)
+sys.exit(code)
