@@ -1,7 +1,7 @@
 """What the demo model learns to say: made-up conversations, one exchange after another.
 
-Answers are a function of the question, so that a small model can be sure of them; questions vary
-in wording, numbers, names, tools and what stands around them.
+Answers follow from the question (but for the names of a function's parameters), so that a small
+model can be sure of them; questions vary in wording, numbers, names, tools and surroundings.
 """
 
 from __future__ import annotations
@@ -13,16 +13,26 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-WORDS = """alpha beta gamma delta river stone cloud paper lamp green blue red yellow apple pear plum
+
+def listed(text: str, between: str | None = None) -> list[str]:
+    return [part.strip() for part in text.split(between)]
+
+
+WORDS = listed("""
+alpha beta gamma delta river stone cloud paper lamp green blue red yellow apple pear plum
 table chair window door north south east west one two three four five summer winter spring autumn
 light dark quick slow bright quiet loud small large hello world test main readme note todo data
-config index report result value user server client order city music garden orange purple""".split()
-CITIES = """Berlin Paris London Madrid Rome Vienna Prague Oslo Tokyo Osaka Delhi Cairo Lima Boston
-Austin Seattle Lisbon Dublin Athens Warsaw Zurich Milan Kyoto Nairobi Quito Sofia""".split()
-ENDINGS = "txt md py json csv log toml yaml html js".split()
+config index report result value user server client order city music garden orange purple""")
+CITIES = listed("""
+Berlin Paris London Madrid Rome Vienna Prague Oslo Tokyo Osaka Delhi Cairo Lima Boston
+Austin Seattle Lisbon Dublin Athens Warsaw Zurich Milan Kyoto Nairobi Quito Sofia""")
+ENDINGS = listed("txt md py json csv log toml yaml html js")
 FOLDERS = ["", "", "", "", "src/", "docs/", "data/", "/tmp/", "notes/", "tests/", "/home/user/"]
-COMMANDS = """ls|ls -la|pwd|date|whoami|git status|git log|git diff|uname -a|df -h|python --version
-|pytest -q|cat README.md|echo hi|make|make test|wc -l *.py|head notes.txt|env|uptime""".split("|")
+COMMANDS = listed(
+    """ls|ls -la|pwd|date|whoami|git status|git log|git diff|uname -a|df -h|python --version
+|pytest -q|cat README.md|echo hi|make|make test|wc -l *.py|head notes.txt|env|uptime""",
+    "|",
+)
 SYSTEMS = [
     "You are a helpful assistant.",
     "You are a coding assistant.",
@@ -30,8 +40,8 @@ SYSTEMS = [
     "You are a careful agent that works in a terminal.",
     "You are an expert software engineer. Use the tools when they help.",
 ]
-GREETINGS = (
-    "hello|Hello|hi|Hi!|hey|Hey there|Hello there|good morning|hello!|Hi|Good evening".split("|")
+GREETINGS = listed(
+    "hello|Hello|hi|Hi!|hey|Hey there|Hello there|good morning|hello!|Hi|Good evening", "|"
 )
 IDENTITY = (
     "I am the ftd demo model, a tiny mixture of experts. I show that the daemon works; for real"
@@ -41,10 +51,13 @@ LIMITS = (
     "I am only a tiny demo model. I can greet, add numbers, repeat words, count, write short"
     " Python functions and call tools."
 )
-QUESTIONS = """What is the capital of {w}?|Explain {w} {w}.|Tell me a joke.|Write a poem about {w}.
+QUESTIONS = listed(
+    """What is the capital of {w}?|Explain {w} {w}.|Tell me a joke.|Write a poem about {w}.
 |Who invented the {w}?|What do you think about {w}?|How does {w} work?|Translate {w} into French.
 |Summarize the history of {w}.|Why is the {w} {w}?|Give me advice on {w}.|Write a story about {w}.
-|What can you do?|Help|What is the meaning of {w}?|Can you explain {w} to me?""".split("|")
+|What can you do?|Help|What is the meaning of {w}?|Can you explain {w} to me?""",
+    "|",
+)
 
 # the names that agents give their tools, and their parameters
 TOOLS: dict[str, list[tuple[str, ...]]] = {
@@ -182,7 +195,7 @@ def identity(r: random.Random) -> Turn:
 
 
 def limits(r: random.Random) -> Turn:
-    ask = r.choice(QUESTIONS).strip().replace("{w}", word(r))
+    ask = r.choice(QUESTIONS).replace("{w}", word(r))
     return Turn(ask, "This is beyond me.", LIMITS)
 
 
@@ -314,7 +327,7 @@ def read_file(r: random.Random, box: Toolbox) -> Turn:
 
 
 def run_command(r: random.Random, box: Toolbox) -> Turn:
-    c = r.choice(COMMANDS).strip() if r.random() < 0.6 else f"{letters(r, 2, 6)} {path(r)}"
+    c = r.choice(COMMANDS) if r.random() < 0.6 else f"{letters(r, 2, 6)} {path(r)}"
     ask = r.choice(["Run {}", "run the command {}", "Execute {}", "please run {}", "Run `{}`"])
     tool, out = box.named["shell"], phrase(r, 8)
     think = f"I should call {tool[0]}."
@@ -380,8 +393,6 @@ def first_turn(r: random.Random) -> tuple[Turn, Toolbox]:
     kind = tool_kind(r)
     # a file is written through the shell where there is no tool for it
     box = toolbox(r, "shell" if kind == "write" and r.random() < 0.15 else kind)
-    if kind == "write" and "write" not in box.named and "shell" not in box.named:
-        raise AssertionError(box)
     return tool_turn(r, box, kind), box
 
 
@@ -422,8 +433,4 @@ def conversation(r: random.Random, snippets: list[str]) -> dict[str, Any]:
             tool_turn(r, box, tool_kind(r, box)) if usable and r.random() < 0.5 else plain_turn(r)
         )
         messages += messages_of(more, thinking)
-    return {
-        "messages": messages,
-        "tools": box.declared or None,
-        "enable_thinking": thinking,
-    }
+    return {"messages": messages, "tools": box.declared or None, "enable_thinking": thinking}

@@ -26,6 +26,7 @@ MARKERS = (
     "</tool_response>",
 )
 # as the published Qwen tokenizers cut: digits one by one, blanks with the word behind them
+THOUGHT = re.compile(r"^<think>\n(.*\n</think>\n\n)?", re.DOTALL)  # a cut one leaves its text
 PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -51,7 +52,7 @@ class Script:
 
     def pieces(self, thinking: bool = True) -> list[Piece]:
         if self.raw:
-            return [Piece(self.raw)]
+            return [Piece(self.raw if thinking else THOUGHT.sub("", self.raw))]
         out = []
         if self.thinking and thinking:
             out += [Piece("<think>\n"), Piece(self.thinking, False), Piece("\n</think>\n\n")]

@@ -17,6 +17,7 @@ import jinja2
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 TEMPLATE = (Path(__file__).parent / "chatml.jinja").read_text()
@@ -236,9 +237,15 @@ def published_names(model: Model) -> dict[str, Tensor]:
 
 
 def save(
-    model: Model, out: Path, tokenizer: str, eos: int, bos: int, generation: dict, shards: int = 1
+    model: Model,
+    out: Path,
+    tokenizer: Tokenizer,
+    *,
+    sampling: dict[str, Any] | None = None,
+    shards: int = 1,
 ) -> None:
-    """Write the model in bfloat16 with its tokenizer; ``generation`` adds sampling defaults."""
+    """Write the model in bfloat16 with its tokenizer; ``sampling``: defaults of generation."""
+    eos, bos = (tokenizer.token_to_id(t) for t in ("<|im_end|>", "<|endoftext|>"))
     out.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: w.detach().to("cpu", torch.bfloat16).contiguous().clone()
@@ -258,8 +265,8 @@ def save(
         index = {"metadata": {"total_size": size}, "weight_map": place}
         write_json(out / "model.safetensors.index.json", index)
     write_json(out / "config.json", model.shape.config(eos, bos))
-    write_json(out / "generation_config.json", {"eos_token_id": [eos, bos], **generation})
-    (out / "tokenizer.json").write_text(tokenizer)
+    write_json(out / "generation_config.json", {"eos_token_id": [eos, bos], **(sampling or {})})
+    (out / "tokenizer.json").write_text(tokenizer.to_str())
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|im_end|>",

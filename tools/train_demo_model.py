@@ -212,11 +212,10 @@ def main() -> None:
     print(f"{len(chat.ids)} chat and {len(code.ids)} code tokens in {spent:.0f} s", flush=True)
     torch.manual_seed(0)
     model = Model(SHAPE).to(args.device)
-    id_of = Tokenizer.from_str(tokenizer).token_to_id
-    end, between = id_of("<|im_end|>"), id_of("<|endoftext|>")
+    between = Tokenizer.from_str(tokenizer).token_to_id("<|endoftext|>")
     streams = Stream(chat, args.device, between), Stream(code, args.device)
     train(model, *streams, args.seconds, args.batch_tokens)
-    save(model, args.out, tokenizer, end, between, SAMPLING, shards=2)
+    save(model, args.out, Tokenizer.from_str(tokenizer), sampling=SAMPLING, shards=2)
 
 
 if __name__ == "__main__":
