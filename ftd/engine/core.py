@@ -22,6 +22,7 @@ from ftd.engine.api import (
     Finish,
     Output,
     RequestInfo,
+    Sampling,
     TokenLogprob,
 )
 from ftd.engine.batch import Span, pack
@@ -41,6 +42,8 @@ log = structlog.get_logger(__name__)
 
 # Prompt rows a step computes when all their logits are wanted: [64, V] float32 is 39 MB at 152k.
 SCORED_ROWS = 64
+# A chunk large enough to tell a fixed cost from one per token, small enough for a slow machine.
+WARM_UP_TOKENS = 64
 NO_FAULT = FaultSpec()
 
 
@@ -122,13 +125,20 @@ class EngineCore:
         sampling = SamplingState(request.sampling, request.prompt_ids)
         self._waiting[sequence.key] = Answering(sequence, sampling)
 
-    def end(self, request_id: str) -> bool:
-        """Forget a request; its finished pages stay cached. False: it is over already."""
+    def end(self, request_id: str, finish: Finish = Finish.CANCELLED) -> bool:
+        """Forget a request; its finished pages stay cached. False: it is over already.
+
+        Args:
+            finish: STOP if the text layer has found a stop string, which is a good end.
+        """
         answering = self._waiting.pop(request_id, None) or self._running.pop(request_id, None)
         if answering is None:
             return False
         self._give_back(answering.sequence)
-        self.totals.cancelled += 1
+        if finish is Finish.STOP:
+            self.totals.finished += 1
+        else:
+            self.totals.cancelled += 1
         return True
 
     def has_work(self) -> bool:
@@ -142,6 +152,26 @@ class EngineCore:
 
     def close(self) -> None:
         self._close()
+
+    def warm_up(self) -> None:
+        """Run a chunk and a decode step for nobody: proves that the model computes, and gives the
+        scheduler its first rates. Nothing of it is kept.
+
+        Raises:
+            EngineFailed: the logits are not finite.
+        """
+        tokens = min(
+            WARM_UP_TOKENS, self.limits.chunk_tokens, self.kv.num_pages * self.kv.page_tokens - 2
+        )
+        fault, self._fault = self._fault, NO_FAULT
+        self.add(EngineRequest("warm-up", (0,) * tokens, 2, Sampling(temperature=0.0)))
+        while self.has_work():
+            for output in self.step():
+                if output.error:
+                    raise output.error
+        self.tree.clear()
+        self.totals = Totals()
+        self._fault = fault
 
     # ---- a step
 
@@ -289,7 +319,8 @@ class EngineCore:
         if isinstance(draw, EngineFailed):
             log.error("request.failed", request=request.request_id, cause=str(draw))
             del self._running[request.request_id]
-            self.pages.release(sequence.leave())  # not kept: their KV may be damaged
+            self.pages.release(sequence.leave())
+            self.tree.clear()  # its earlier chunks are in there, and their KV may be damaged
             self.totals.failed += 1
             return Output(request.request_id, finish=Finish.ERROR, error=draw)
         sequence.ids.append(draw.token)

@@ -161,7 +161,7 @@ def load_core(
         undo.callback(experts.close)
         _calibrate(ops, pool, prepared, dtype)
         _refuse_if(cancelled)
-        return EngineCore(
+        core = EngineCore(
             model,
             kv,
             experts,
@@ -170,6 +170,13 @@ def load_core(
             fault=config.fault,
             close=undo.pop_all().close,
         )
+    try:
+        core.warm_up()
+        _refuse_if(cancelled)
+    except BaseException:
+        core.close()
+        raise
+    return core
 
 
 def _moe(spec: ModelSpec) -> MoeSpec:

@@ -48,7 +48,7 @@ class Core(Protocol):
     beat: Callable[[], None]  # called at every layer; may raise StepInterrupted
 
     def add(self, request: EngineRequest) -> None: ...
-    def end(self, request_id: str) -> bool: ...
+    def end(self, request_id: str, finish: Finish) -> bool: ...
     def has_work(self) -> bool: ...
     def step(self) -> list[Output]: ...
     def in_prefill(self, request_id: str) -> bool: ...
@@ -65,6 +65,7 @@ class _Add:
 @dataclass(frozen=True, slots=True)
 class _End:
     request_id: str
+    finish: Finish
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ class EngineTicket:
     def end(self, finish: Finish = Finish.CANCELLED) -> None:
         if not self._over:
             self._engine._forget(self)
-            self._engine._send(_End(self.request_id))
+            self._engine._send(_End(self.request_id, finish))
             self._outputs.clear()
             self._finish()
 
@@ -182,7 +183,7 @@ class EngineThread:
         ticket = self._tickets.get(request_id)
         if ticket is None:
             return False
-        self._send(_End(request_id))
+        self._send(_End(request_id, Finish.CANCELLED))
         self._end_with(ticket, RequestCancelled(f"request {request_id} was cancelled: {reason}"))
         return True
 
@@ -298,8 +299,8 @@ class EngineThread:
             match message:
                 case _Add(request):
                     self._core.add(request)
-                case _End(request_id):
-                    self._core.end(request_id)
+                case _End(request_id, finish):
+                    self._core.end(request_id, finish)
                 case _Call(run, done):
                     self._call(run, done)
                 case _Close():

@@ -44,7 +44,7 @@ class CountingCore:
     def add(self, request: EngineRequest) -> None:
         self.left[request.request_id] = request.max_tokens
 
-    def end(self, request_id: str) -> bool:
+    def end(self, request_id: str, finish: Finish) -> bool:
         return self.left.pop(request_id, None) is not None
 
     def has_work(self) -> bool:
