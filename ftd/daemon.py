@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn, cast
 
 import structlog
 
@@ -49,7 +49,7 @@ def run(config: Config, models: Models | None = None) -> int:
     writer = logs.configure(sys.stderr, level=config.log_level, terminal=terminal)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(_Daemon(config, models or _checkpoints(), writer).run())
+            return runner.run(_Daemon(config, models or _deferred(), writer).run())
     finally:
         writer.close()
 
@@ -193,7 +193,10 @@ def _not_listening(config: Config, error: OSError) -> FtdError:
             f"--http {config.http}: the port is taken by another process",
             hint="ftctl status shows whether it is an ftd; --http 127.0.0.1:0 takes any free port",
         )
-    return ConfigError(f"--http {config.http}: cannot listen there: {error.strerror or error}")
+    return ConfigError(
+        f"--http {config.http}: cannot listen there: {error.strerror or error}",
+        hint="use 127.0.0.1 for this machine only, 0.0.0.0 for all its addresses, or one of them",
+    )
 
 
 def _leaves(group: BaseExceptionGroup[FtdError]) -> Iterator[FtdError]:
@@ -212,7 +215,14 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-def _checkpoints() -> Models:
-    from ftd.lifecycle.checkpoints import Checkpoints
+def _deferred() -> Models:
+    """Real checkpoints, imported on the first thread that loads: torch takes seconds, and the port
+    must not wait for it."""
 
-    return Checkpoints()
+    class Deferred:
+        def __getattr__(self, name: str) -> Any:
+            from ftd.lifecycle.checkpoints import Checkpoints
+
+            return getattr(Checkpoints(), name)
+
+    return cast(Models, Deferred())

@@ -10,7 +10,7 @@ from typing import NoReturn
 import structlog
 
 from ftd.lifecycle import Lifecycle
-from ftd.lifecycle.served import Phase, Progress, State
+from ftd.lifecycle.served import Progress, State
 from ftd.log import Writer
 from ftd.systemd import Notifier
 from ftd.units import format_bytes
@@ -18,7 +18,7 @@ from ftd.units import format_bytes
 log = structlog.get_logger(__name__)
 
 BEAT_S = 0.25
-LOG_LOADING_S = 5.0  # between two lines about the same phase, where no terminal shows a bar
+LOG_LOADING_S = 5.0  # between two lines about an operation, where no terminal shows a bar
 BAR_CELLS = 30
 
 
@@ -46,7 +46,7 @@ class Pulse:
         self._fed_beat: int | None = None
         self._fed_s = float("-inf")
         self._reloading = False
-        self._logged: tuple[Phase | None, float] = (None, 0.0)
+        self._logged_s = clock()
 
     async def run(self) -> NoReturn:
         try:
@@ -83,13 +83,11 @@ class Pulse:
     def _show(self, progress: Progress | None) -> None:
         if self._writer.terminal:
             self._writer.pin(bar(progress) if progress else "")
-        elif progress:
-            phase, logged_s = self._logged
-            if progress.phase is not phase or self._clock() - logged_s >= LOG_LOADING_S:
-                self._logged = progress.phase, self._clock()
-                log.info("model.progressed", **progress.facts())
-        else:
-            self._logged = None, 0.0
+        elif progress is None:
+            self._logged_s = self._clock()
+        elif self._clock() - self._logged_s >= LOG_LOADING_S:
+            self._logged_s = self._clock()
+            log.info("model.progressed", **progress.facts())
 
 
 def describe(lifecycle: Lifecycle, http: str) -> str:

@@ -65,7 +65,7 @@ class LifecycleCommands:
                 param="interval_s",
             )
         while True:
-            yield self._status()
+            yield self._status(with_requests=True)
             await asyncio.sleep(command.interval_s)
 
     def progress(self) -> p.Progress:
@@ -79,9 +79,9 @@ class LifecycleCommands:
             waiting=engine.waiting if engine else 0,
         )
 
-    def _status(self) -> p.StatusResult:
+    def _status(self, *, with_requests: bool = False) -> p.StatusResult:
         lifecycle, model = self._lifecycle, self._lifecycle.model
-        health = lifecycle.health()
+        health, engine = lifecycle.health(), model.engine.status() if model else None
         return p.StatusResult(
             version=__version__,
             pid=os.getpid(),
@@ -96,7 +96,7 @@ class LifecycleCommands:
             rss_bytes=_rss_bytes(),
             progress=self.progress() if lifecycle.progress else None,
             limits=model.limits if model else None,
-            engine=replace(model.engine.status(), requests=()) if model else None,
+            engine=engine if engine is None or with_requests else replace(engine, requests=()),
         )
 
     def _health(self) -> p.HealthResult:

@@ -30,6 +30,7 @@ from .stream import EventStream, ReaderLost
 
 log = structlog.get_logger(__name__)
 
+SWITCH_WAIT_S = 10.0  # for the next model while one is replaced; most load sooner
 BODY_TIMEOUT_S = 60.0  # for a body to arrive; the largest at 5 Mbit/s
 T = TypeVar("T")
 
@@ -151,10 +152,11 @@ def handler(endpoint: str, id_prefix: str, read: Reader) -> Callable[[web.Reques
 async def _answer(
     request: web.Request, front: FrontEnd, story: Story, read: Reader
 ) -> web.StreamResponse:
-    front.lifecycle.current()  # refused before the body is read if there is no model
+    # refused before the body is read if there is no model, and none is about to come
+    await front.lifecycle.wait_ready(SWITCH_WAIT_S)
     body = await _read_body(request, front.config.body_limit)
     while True:
-        served = front.lifecycle.current()
+        served = await front.lifecycle.wait_ready(SWITCH_WAIT_S)
         dialect = await front.work(_prepare, body, read, served, story.request_id)
         generation = Generation(served.engine, served.text, dialect.job, story.request_id)
         story.model, story.dialect, story.generation = served.name, dialect, generation
@@ -164,7 +166,7 @@ async def _answer(
                     return await _stream(request, front, story, dialect, generation)
                 return await _reply(front, story, dialect, generation)
         except NotReady:
-            if generation.admitted or front.lifecycle.current() is served:
+            if generation.admitted or await front.lifecycle.wait_ready(SWITCH_WAIT_S) is served:
                 raise
             # the model was switched while this request was being read: ask the new one
 

@@ -37,6 +37,10 @@ class Lifecycle(Protocol):
         """
         ...
 
+    async def wait_ready(self, timeout_s: float) -> ServedModel:
+        """``current``, but waits while one model is being replaced by the next. Raises NotReady."""
+        ...
+
     def health(self) -> dict[str, Any]:
         """``ready`` (bool), and facts for people: cause, progress of loading, model."""
         ...

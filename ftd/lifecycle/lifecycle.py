@@ -101,10 +101,10 @@ class Lifecycle:
         return self.model
 
     async def wait_ready(self, timeout_s: float) -> ServedModel:
-        """The model that takes requests, waiting while something is under way that may bring one.
+        """The model that takes requests, waiting while a reload or recovery may bring one.
 
         Raises:
-            NotReady: nothing is under way, or it took longer than ``timeout_s``.
+            NotReady: neither is under way, or it took longer than ``timeout_s``.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -184,7 +184,7 @@ class Lifecycle:
         while True:
             cause = self.last_failure = str(await self._engine_failure())
             failed = self.model
-            log.error("engine.failed", model=failed and failed.name, cause=cause)
+            log.error("model.failed", model=failed and failed.name, cause=cause)
             self._stand(State.FAILED, cause, accepting=False)
             if self._operation:  # it may be replacing the failed model anyway
                 await asyncio.wait({self._operation})
@@ -224,7 +224,8 @@ class Lifecycle:
             await asyncio.wait({task}, timeout=CANCEL_TIMEOUT_S)
 
     def _may_become_ready(self) -> bool:
-        under_way = self._operation and self._operation.get_name() not in ("drain", "check")
+        """Soon: a first load takes as long as it takes, and clients are better told so."""
+        under_way = self._operation and self._operation.get_name() in ("reload", "recovery")
         return bool(under_way) and not self._stopping.is_set()
 
     # ---- the operations
@@ -346,12 +347,14 @@ class Lifecycle:
             try:
                 self._serve(await self._open(await self._look_at(None)))
             except Exception as error:
+                if self._stopping.is_set():
+                    raise
                 cause = f"loading {self.config.model} again failed: {error}"
-                log.error("engine.not_recovered", failures=len(self._failures_s), cause=cause)
+                log.error("model.not_recovered", failures=len(self._failures_s), cause=cause)
                 self.last_failure = cause
                 self._stand(State.FAILED, cause, accepting=False)
             else:
-                log.warning("engine.recovered", model=self.config.model, cause=cause)
+                log.warning("model.recovered", model=self.config.model, cause=cause)
                 return
 
     # ---- steps of operations
@@ -359,7 +362,7 @@ class Lifecycle:
     async def _look_at(self, model: str | None) -> Candidate:
         """Everything about a model that can be refused without reading its weights."""
         config = replace(self.config, model=model) if model else self.config
-        self._phase(Phase.FETCHING)
+        self._phase(Phase.FINDING)
         source = await on_thread(lambda: self._models.resolve(config.model, self._on_piece))
         self._phase(Phase.CHECKING)
         preflight = await self._preflight(config, source)
@@ -434,7 +437,7 @@ class Lifecycle:
     # ---- facts
 
     def _serve(self, model: ServedModel) -> None:
-        self.model = model
+        self.model, self.progress = model, None
         self._stand(State.READY, "", accepting=True)
 
     def _stand(self, state: State, cause: str, *, accepting: bool) -> None:

@@ -35,7 +35,7 @@ class How(StrEnum):
 
 
 class Phase(StrEnum):
-    FETCHING = "fetching files"  # takes long only where the hub has to be asked
+    FINDING = "finding files"  # takes long only where the hub has to be asked
     CHECKING = "checking"
     READING = "reading weights"
     WARMING_UP = "warming up"

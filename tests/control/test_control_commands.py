@@ -129,6 +129,13 @@ async def test_watch_refuses_to_be_a_busy_loop(commands):
     assert (await anext(commands.stream(p.Watch(0.05)))).ready
 
 
+async def test_watch_shows_requests(commands, lifecycle):
+    ticket = lifecycle.current().engine.submit(EngineRequest("r", (1,), max_tokens=10_000))
+    status = await anext(commands.stream(p.Watch()))
+    assert [r.request_id for r in status.engine.requests] == ["r"]
+    ticket.end()
+
+
 async def test_stop_asks_the_daemon(commands):
     assert await commands.run(p.Stop()) == p.StopResult(os.getpid())
     assert commands.stops == [True]

@@ -53,6 +53,9 @@ class FakeLifecycle:
             raise NotReady("the model is loading, 40%", hint="retry shortly", retry_after_s=3)
         return self.served
 
+    async def wait_ready(self, timeout_s: float) -> Served:
+        return self.current()
+
     def health(self) -> dict[str, Any]:
         return self.facts
 

@@ -52,10 +52,13 @@ config = Config(
     drain_timeout=1.0,
 )
 try:
-    code = run(config, Models(a=SCENES[SCENE], b=Script()))
+    code = run(config, Models(a=SCENES[SCENE], b=Script(beside=False, piece_s=0.05)))
 except FtdError as error:
     print(f"ftd: error: {error}", file=sys.stderr)
     code = 1
+for thread in threading.enumerate():
+    if thread.name.startswith("ftd-text"):
+        thread.join(1)  # told to end, and not waited for, by the front end
 threads = [t.name for t in threading.enumerate()]
 threads = [name for name in threads if name not in ("MainThread", "ftd-exit-guard")]
 print("threads left:", threads, file=sys.stderr)

@@ -391,6 +391,20 @@ class TestFailure:
             assert lifecycle.state is State.FAILED
             assert len(models.loads) == 4
 
+    async def test_stop_ends_the_recovery(self, monkeypatch):
+        monkeypatch.setattr("ftd.lifecycle.succession.FIRST_DELAY_S", 0.001)
+        gate = threading.Event()
+        gate.set()
+        async with served(ScriptedModels(a=Script(gate=gate))) as lifecycle:
+            supervising = asyncio.create_task(lifecycle.supervise())
+            await asyncio.sleep(0)
+            gate.clear()
+            lifecycle.current().engine.fail(EngineFailed("a step failed"))
+            await until(lambda: lifecycle.progress and lifecycle.progress.phase is Phase.READING)
+            await lifecycle.stop(1.0)
+            with pytest.raises(NotReady, match="given up"):
+                await supervising
+
     async def test_of_the_old_engine_during_a_reload_is_healed_by_it(self):
         gate = threading.Event()
         models = ScriptedModels(a=Script(), b=Script(gate=gate))

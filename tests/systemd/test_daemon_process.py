@@ -23,6 +23,17 @@ ENTRY = Path(__file__).parents[1] / "lifecycle" / "run_scripted.py"
 PROMISED_S = 5.0  # from a signal to the end
 
 
+def fetch(url, body=None):
+    data = body and json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        assert error.code != 503 or int(error.headers["Retry-After"]) >= 1
+        return error.code, error.read().decode()
+
+
 class Process:
     def __init__(self, folder, scene, port=0):
         self.path = folder / "ftd.sock"
@@ -59,14 +70,7 @@ class Process:
                 time.sleep(0.02)
 
     def http(self, path, body=None):
-        url = self.call(p.Status()).http + path
-        data = body and json.dumps(body).encode()
-        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-        try:
-            with urllib.request.urlopen(request, timeout=20) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
+        return fetch(self.call(p.Status()).http + path, body)
 
     def wait(self):
         """Exit code and what was written to stderr; the promise about time is checked by kill."""
@@ -206,6 +210,33 @@ def test_hangup_reloads_the_same_model(tmp_path):
         assert '"event":"model.reloaded"' in err
 
 
+def test_cut_reload_answers_everybody(tmp_path):
+    """Those who run get 503 and Retry-After; those who come during the switch wait for it."""
+    with running(tmp_path, "slow") as process:
+        process.told("READY=1")
+        cut, late, done = [], [], []
+        running_one = ask(process, cut, max_tokens=2000)
+        wait_for_request(process)
+        reloading = threading.Thread(
+            target=lambda: done.append(process.call(p.Reload("b", "cut"))), daemon=True
+        )
+        reloading.start()
+        while process.call(p.Health()).ready:
+            time.sleep(0.005)
+        url = process.call(p.Status()).http + "/v1/completions"
+        waiting = threading.Thread(
+            target=lambda: late.append(fetch(url, {"model": "b", "prompt": "Hi", "max_tokens": 3})),
+            daemon=True,
+        )
+        waiting.start()
+        for thread in (running_one, reloading, waiting):
+            thread.join(20)
+        assert cut[0][0] == 503 and "is being replaced" in cut[0][1]
+        assert (done[0].was, done[0].drained) == ("a", False)
+        assert late[0][0] == 200 and json.loads(late[0][1])["model"] == "b"
+        assert_clean(process, *process.end(signal.SIGTERM))
+
+
 @pytest.mark.parametrize(
     ("scene", "cause"), [("refused", "shard 2 is missing"), ("broken", "disk on fire")]
 )
@@ -224,7 +255,7 @@ def test_taken_port_is_an_error_before_anything_is_loaded(tmp_path):
             code, err = process.wait()
             assert code == 1 and not process.path.exists()
             assert f"--http 127.0.0.1:{port}: the port is taken by another process" in err
-            assert "model.progressed" not in err
+            assert "model." not in err
 
 
 def test_second_daemon_on_a_socket_is_refused_and_harms_nobody(tmp_path):
@@ -268,3 +299,9 @@ def test_no_text_of_a_request_is_logged(tmp_path):
         assert all(
             "mono_s" in json.loads(line) for line in err.splitlines() if line.startswith("{")
         )
+
+
+def test_port_and_socket_do_not_wait_for_torch():
+    probe = "import sys, ftd.daemon, ftd.http.app; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
