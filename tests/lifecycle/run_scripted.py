@@ -7,8 +7,8 @@ from pathlib import Path
 
 from scripted_models import Script, ScriptedModels
 
+from ftd import daemon
 from ftd.config import Config, HttpAddress
-from ftd.daemon import run
 from ftd.errors import CheckpointError, EngineFailed, FtdError
 from ftd.lifecycle import succession
 from ftd.text.textmodel import TextModel
@@ -37,6 +37,7 @@ SCENES = {
     "slow": Script(engine={"step_s": 0.05}),
     "loading": Script(gate=threading.Event()),
     "stuck": Script(stuck_s=60.0),
+    "hangs": Script(engine={"close_s": 60.0}),
     "fails": Script(engine={"step_s": 0.002}),
     "refused": Script(refusal=CheckpointError("shard 2 is missing", hint="download it again")),
     "broken": Script(failures=deque([OSError("disk on fire")])),
@@ -44,6 +45,8 @@ SCENES = {
 
 socket, SCENE, port = sys.argv[1:]
 succession.FIRST_DELAY_S = 0.01
+if SCENE == "hangs":
+    daemon.EXIT_WITHIN_S = 0.5
 config = Config(
     model="a",
     socket=Path(socket),
@@ -52,7 +55,7 @@ config = Config(
     drain_timeout=1.0,
 )
 try:
-    code = run(config, Models(a=SCENES[SCENE], b=Script(beside=False, piece_s=0.05)))
+    code = daemon.run(config, Models(a=SCENES[SCENE], b=Script(beside=False, piece_s=0.05)))
 except FtdError as error:
     print(f"ftd: error: {error}", file=sys.stderr)
     code = 1

@@ -53,7 +53,7 @@ class ScriptedTicket:
 class ScriptedEngine:
     """Gives every request one token each ``step_s``; at most as many as it asked for."""
 
-    def __init__(self, *, step_s=0.0, ballast_bytes=0, slots=0):
+    def __init__(self, *, step_s=0.0, ballast_bytes=0, slots=0, close_s=0.0):
         self.limits = LIMITS
         self.heartbeat = 0
         self.failure = None
@@ -64,6 +64,7 @@ class ScriptedEngine:
         self.push_hook = lambda ticket: None  # called after each token
         self._slots = slots
         self._step_s = step_s
+        self._close_s = close_s
         self._refusal = None
         self._failed = asyncio.Event()
         self._task = None
@@ -149,6 +150,7 @@ class ScriptedEngine:
         self._end_all(self._refusal)
         if self._task:
             self._task.cancel()
+        await asyncio.sleep(self._close_s)
         self.closed = True
 
 

@@ -157,6 +157,14 @@ def test_a_stuck_load_does_not_hold_the_end(tmp_path):
         assert not process.path.exists() and "threads left: ['ftd-work']" in err
 
 
+def test_what_hangs_while_ending_is_left_by_force(tmp_path):
+    with running(tmp_path, "hangs") as process:
+        process.told("READY=1")
+        code, err = process.end(signal.SIGTERM)
+        assert code == 1 and not process.path.exists()
+        assert "ftd: something hung while ending; left by force" in err
+
+
 def test_short_requests_finish_before_the_end(tmp_path):
     with running(tmp_path, "ready") as process:
         process.told("READY=1")
