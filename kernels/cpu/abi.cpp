@@ -1,25 +1,14 @@
-// Making and freeing what the operations work with, and choosing an instruction set.
+// Making and freeing what the operations work with.
+#include "isas.h"
 #include "ops.h"
 
 using namespace ftd;
 
 namespace {
 
-struct Isa {
-  const char* name;
-  const Kernels* (*kernels)();
-};
-
-constexpr Isa kIsas[] = {
-    {"portable", portable_kernels}, {"avx2", avx2_kernels}, {"avx512", avx512_kernels},
-    {"avx512bf16", avx512bf16_kernels}, {"amx", amx_kernels},
-};
-constexpr int kNumIsas = sizeof kIsas / sizeof *kIsas;
-
-// A few KiB ahead suits bf16 at one token on most machines; calibration finds what suits this one.
-constexpr int64_t kPrefetchBytes = 2048;
-
-const Kernels* kernels_of(int32_t isa) { return isa >= 0 && isa < kNumIsas ? kIsas[isa].kernels() : nullptr; }
+// For one token the processor's own prefetching does well; several read memory in a less obvious order.
+// Calibration finds what suits this machine.
+constexpr int64_t kPrefetchBytes[2] = {0, 8192};
 
 }  // namespace
 
@@ -27,9 +16,9 @@ extern "C" {
 
 int32_t ftd_abi(void) { return FTD_CPU_ABI; }
 
-const char* ftd_isa_name(int32_t index) { return index >= 0 && index < kNumIsas ? kIsas[index].name : nullptr; }
+const char* ftd_isa_name(int32_t index) { return isa_name(index); }
 
-int32_t ftd_isa_supported(int32_t index) { return kernels_of(index) != nullptr; }
+int32_t ftd_isa_supported(int32_t index) { return isa_kernels(index) != nullptr; }
 
 FtdPool* ftd_pool_create(const FtdPoolPlan* plan) {
   try {
@@ -46,11 +35,11 @@ int32_t ftd_pool_parked(FtdPool* pool) { return pool->pool.parked(); }
 void ftd_pool_place(FtdPool* pool, int64_t begin, int64_t bytes, int32_t node) { pool->pool.place(begin, bytes, node); }
 
 FtdOps* ftd_ops_create(FtdPool* pool, int32_t isa) {
-  const Kernels* kernels = kernels_of(isa);
+  const Kernels* kernels = isa_kernels(isa);
   if (!kernels) return nullptr;
   FtdOps* ops = new FtdOps{pool->pool, *kernels, {}};
   for (auto& format : ops->prefetch_bytes)
-    for (int64_t& bytes : format) bytes = kPrefetchBytes;
+    for (int several : {0, 1}) format[several] = kPrefetchBytes[several];
   return ops;
 }
 

@@ -6,13 +6,10 @@
 // Fewer tokens, and everything else, are AVX512-BF16's. Sapphire Rapids and later.
 #include "kernels.h"
 
-#if defined(__x86_64__) && defined(__linux__)
+#if defined(__x86_64__)
 
-#include <cpuid.h>
 #include <immintrin.h>
 #include <string.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,amx-tile,amx-bf16")
 
@@ -145,35 +142,17 @@ void pack(const void* x, int type, int64_t first, int64_t count, int64_t inputs,
 
 constexpr Matmul kMatmul = {kLanes, kInputs, sizeof(bf16), pack, matmul};
 
-// The processor has tiles for bf16, and the system lets this process use them.
-bool tiles_permitted() {
-  unsigned a, b, c, d;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;
-  return (d & kBf16) && (d & kTile) && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-}
-
 }  // namespace
 
 const Kernels* amx_kernels() {
-  const Kernels* base = avx512bf16_kernels();
-  static const bool permitted = base && tiles_permitted();
-  if (!permitted) return nullptr;
-  static const Kernels kernels = [&] {
-    Kernels k = *base;
+  static const Kernels kernels = [] {
+    Kernels k = *avx512bf16_kernels();
     k.grouped[FTD_BF16][FTD_BF16] = &kMatmul;
     return k;
   }();
   return &kernels;
 }
 
-}  // namespace ftd
-
-#else
-
-namespace ftd {
-const Kernels* amx_kernels() { return nullptr; }
 }  // namespace ftd
 
 #endif

@@ -99,16 +99,9 @@ Vec load_second(const W* p) {
 
 const Kernels* avx2_kernels() {
   static const Kernels kernels = vector_kernels();
-  const bool here = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  return here ? &kernels : nullptr;
+  return &kernels;
 }
 
-}  // namespace ftd
-
-#else
-
-namespace ftd {
-const Kernels* avx2_kernels() { return nullptr; }
 }  // namespace ftd
 
 #endif

@@ -105,17 +105,9 @@ Vec load_second(const W* p) {
 
 const Kernels* avx512_kernels() {
   static const Kernels kernels = vector_kernels();
-  const bool here = avx2_kernels() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  return here ? &kernels : nullptr;
+  return &kernels;
 }
 
-}  // namespace ftd
-
-#else
-
-namespace ftd {
-const Kernels* avx512_kernels() { return nullptr; }
 }  // namespace ftd
 
 #endif

@@ -116,22 +116,14 @@ constexpr Matmul kMatmul = {1, kStep, sizeof(bf16), pack, matmul};
 }  // namespace
 
 const Kernels* avx512bf16_kernels() {
-  const Kernels* base = avx512_kernels();
-  if (!base || !__builtin_cpu_supports("avx512bf16")) return nullptr;
-  static const Kernels kernels = [&] {
-    Kernels k = *base;
+  static const Kernels kernels = [] {
+    Kernels k = *avx512_kernels();
     k.matmul[FTD_BF16][FTD_BF16] = &kMatmul;
     return k;
   }();
   return &kernels;
 }
 
-}  // namespace ftd
-
-#else
-
-namespace ftd {
-const Kernels* avx512bf16_kernels() { return nullptr; }
 }  // namespace ftd
 
 #endif

@@ -101,12 +101,14 @@ struct Kernels {
 
 constexpr int kGroupedFrom = 4;
 
-// Null where this build or this processor has no such instructions.
+// Even building a table may use the instructions: ask isas.h first.
 const Kernels* portable_kernels();
+#if defined(__x86_64__)
 const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();
 const Kernels* avx512bf16_kernels();
 const Kernels* amx_kernels();
+#endif
 
 // The way to multiply so many tokens at once.
 inline const Matmul& choose(const Kernels& kernels, int format, int act, int64_t tokens) {
