@@ -1,0 +1,186 @@
+"""Which experts deserve a slot: pure decisions over recency, frequency and measured costs.
+
+An expert's *value* is the rate at which the next steps are expected to use it, in uses per step. It
+mixes two averages of what was used: one that forgets within tens of steps, which follows the text,
+and one that forgets within hundreds, which follows the router's drift. On recorded routing the mix
+misses less than recency (LRU) or frequency alone at every size of cache.
+
+The host calls ``observe`` and ``plan`` once a step, at the safe point. [L, E] arrays, no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ftd.experts.split import Allowance
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Chosen with tools/simulate.py over recorded and synthetic routing. All are flat optima."""
+
+    recent_half_life_steps: float = 16.0
+    frequent_half_life_steps: float = 128.0
+    recent_weight: float = 0.4
+    swap_share: float = 0.3  # a newcomer must be worth so much more: estimates are noisy
+    horizon_steps: float = 16.0  # within so many steps a background fill must earn its cost
+    prefill_weight_steps: float = 64.0  # a long prompt counts as so many steps at most
+    demand_half_life_steps: float = 8.0
+    max_empty_share: float = 1 / 64  # of slots, or of absent experts: may stand empty for fills
+    max_quiet_steps: int = 16  # without an admission, then one comes in whatever it costs
+
+
+@dataclass(slots=True)
+class PolicyState:
+    recent: np.ndarray  # [L, E] float32, uses per step
+    frequent: np.ndarray  # [L, E] float32, uses per step
+    steps: float  # observed so far, the prior included
+    demand: float = 0.0  # read-through fills wanted per step
+    credit: float = 0.0  # background fills saved up
+    quiet_steps: int = 0  # since something was admitted
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Decisions for the next step. Keys are flat: layer * E + expert."""
+
+    evict: np.ndarray  # [n] int64 keys
+    fill: np.ndarray  # [n] int64 keys to copy in the background, most valuable first
+    value: np.ndarray  # [L, E] float32: misses are fetched in this order, highest first
+    admit: np.ndarray  # [L, E] bool: a fetched miss is worth storing
+
+
+PRIOR_STEPS = 4.0  # the even routing assumed before anything was seen weighs as many steps
+
+
+def new_state(num_layers: int, num_experts: int, uses_per_layer: float) -> PolicyState:
+    """Before the first step every expert is as likely as any other."""
+    even = np.full((num_layers, num_experts), uses_per_layer / num_experts, np.float32)
+    return PolicyState(recent=even.copy(), frequent=even, steps=PRIOR_STEPS)
+
+
+def _learning_rates(state: PolicyState, tuning: Tuning, steps: float) -> tuple[float, float]:
+    """How far ``steps`` steps move the two averages. Young averages are plain means."""
+    seen = steps / (state.steps + steps)
+    return (
+        max(1 - 0.5 ** (steps / tuning.recent_half_life_steps), seen),
+        max(1 - 0.5 ** (steps / tuning.frequent_half_life_steps), seen),
+    )
+
+
+def observe(state: PolicyState, tuning: Tuning, uses: np.ndarray, steps: float = 1.0) -> None:
+    """Take in what the last step used.
+
+    Args:
+        uses: [L, E] uses per step: 0 or 1 after decode; tokens routed / tokens after a prefill.
+        steps: how many steps that speaks for.
+    """
+    to_recent, to_frequent = _learning_rates(state, tuning, steps)
+    for average, rate in ((state.recent, to_recent), (state.frequent, to_frequent)):
+        average *= 1 - rate
+        average += rate * uses
+    state.steps += steps
+
+
+def prefill_steps(tuning: Tuning, num_tokens: int) -> float:
+    """How many decode steps a prompt chunk speaks for."""
+    return min(float(num_tokens), tuning.prefill_weight_steps)
+
+
+def value(state: PolicyState, tuning: Tuning) -> np.ndarray:
+    """[L, E] float32: expected uses per step."""
+    return tuning.recent_weight * state.recent + (1 - tuning.recent_weight) * state.frequent
+
+
+def value_after(
+    state: PolicyState, tuning: Tuning, layer: int, uses: np.ndarray, steps: float
+) -> np.ndarray:
+    """[E]: the layer's values as they will be once ``uses`` [E] have been observed."""
+    to_recent, to_frequent = _learning_rates(state, tuning, steps)
+    recent, frequent = state.recent[layer], state.frequent[layer]
+    return tuning.recent_weight * (recent + to_recent * (uses - recent)) + (
+        1 - tuning.recent_weight
+    ) * (frequent + to_frequent * (uses - frequent))
+
+
+def in_order(experts: np.ndarray, worth: np.ndarray) -> np.ndarray:
+    """``experts`` [n] by falling ``worth`` [n]; equal ones by number, so that replays agree."""
+    return experts[np.argsort(-worth, kind="stable")]
+
+
+def num_swaps(gains: np.ndarray, losses: np.ndarray, tuning: Tuning, cost: float = 0.0) -> int:
+    """How many swaps pay, pair by pair: ``gains`` [n] fall, ``losses`` [m] rise, uses per step.
+
+    Args:
+        cost: of one swap, in misses.
+    """
+    pairs = min(len(gains), len(losses))
+    least = losses[:pairs] * (1 + tuning.swap_share) + cost / tuning.horizon_steps
+    return int(np.count_nonzero(gains[:pairs] > least))
+
+
+def _lowest(value: np.ndarray, n: int) -> np.ndarray:
+    """Indices of the ``n`` lowest finite values, ascending."""
+    if n <= 0:
+        return np.empty(0, np.int64)
+    if n < len(value):
+        chosen = np.argpartition(value, n)[:n]
+    else:
+        chosen = np.arange(len(value))
+    chosen = chosen[np.argsort(value[chosen], kind="stable")]
+    return chosen[np.isfinite(value[chosen])]
+
+
+def plan(
+    state: PolicyState,
+    tuning: Tuning,
+    resident: np.ndarray,  # [L, E] bool
+    used: np.ndarray,  # [L, E] bool: by the last step; these are not evicted
+    num_free: int,
+    wanted: int,  # fetched misses of the last step with their admit bit set, stored or not
+    allowance: Allowance,
+) -> Plan:
+    """Decide who leaves, who is copied in the background and whose miss is stored when fetched.
+
+    While slots are free everything is admitted and nobody leaves. Then as many of the least
+    valuable leave as the next step's fills are expected to need, and only what is worth more than
+    the next one to leave comes in. Cost: 0.2 ms for 48 x 128 experts, 0.3 ms for 92 x 160.
+    """
+    values = value(state, tuning)
+    flat, is_resident = values.ravel(), resident.ravel()
+    num_slots = int(np.count_nonzero(is_resident)) + num_free
+    num_absent = flat.size - num_slots + num_free
+    most_empty = max(1, int(min(num_slots, flat.size - num_slots) * tuning.max_empty_share))
+
+    fade = 0.5 ** (1 / tuning.demand_half_life_steps)
+    state.demand = fade * state.demand + (1 - fade) * wanted
+    empty = min(most_empty, int(state.demand + 0.5))
+    state.credit = min(state.credit + allowance.fills, max(1.0, 2 * allowance.fills))
+    state.quiet_steps = 0 if wanted else state.quiet_steps + 1
+    overdue = state.quiet_steps >= tuning.max_quiet_steps
+
+    candidates = min(max(int(state.credit), int(overdue)), most_empty + num_free)
+    incoming = _lowest(np.where(is_resident, np.inf, -flat), candidates)
+    victims = _lowest(np.where(is_resident & ~used.ravel(), flat, np.inf), empty + candidates + 1)
+    # Background fills take spare slots first, then those of victims they are worth more than.
+    spare = np.zeros(max(0, num_free - empty), np.float32)
+    losses = np.concatenate([spare, flat[victims]])
+    fills = num_swaps(flat[incoming], losses, tuning, allowance.cost_misses)
+    if overdue and not fills:
+        fills = num_swaps(flat[incoming[:1]], losses, tuning)
+    if fills:
+        state.credit = max(0.0, state.credit - fills)
+        state.quiet_steps = 0
+
+    evictions = min(empty + fills, num_absent) - num_free  # no more empty slots than absent experts
+    evictions = min(max(0, evictions), len(victims))
+    fills = min(fills, num_free + evictions)
+    if num_free - fills > empty or not len(victims):
+        floor = -np.inf  # slots to spare, or nobody to defend them: everything is welcome
+    else:
+        floor = float(flat[victims[min(evictions, len(victims) - 1)]]) * (1 + tuning.swap_share)
+    to_recent, to_frequent = _learning_rates(state, tuning, 1.0)
+    one_use = tuning.recent_weight * to_recent + (1 - tuning.recent_weight) * to_frequent
+    return Plan(victims[:evictions], incoming[:fills], values, values + one_use > floor)

@@ -1,0 +1,298 @@
+"""Replays recorded or synthetic routing against a machine's rates, one policy at a time. Pure.
+
+The default policy is the code that serves: ``policy.py`` and ``split.py``. Beside it stand what
+other systems do (LRU over the link, a fixed split, everything on the CPU) and a bound (Belady's
+choice, which knows the future). Time of a layer: the later of link and CPU for its misses, the hits
+at the GPU's memory rate, and a fixed part. Residency is fixed within a step for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from ftd.experts import policy
+from ftd.experts.machines import Machine
+from ftd.experts.split import Allowance, Rates, background_allowance, fetch_table, finish_s
+
+HBM_SHARE = 0.75  # of the GPU's memory rate that small GEMVs reach
+
+
+# ---- routing --------------------------------------------------------------------------------
+
+
+def synthetic_routing(
+    num_tokens: int,
+    num_layers: int,
+    num_experts: int,
+    experts_per_token: int,
+    *,
+    skew: float = 1.0,
+    drift: float = 0.0,
+    seed: int = 0,
+) -> np.ndarray:
+    """[tokens, L, K] int16: the logit of expert e is ``skew * g_e + N(0, 1)``, g_e fixed per layer.
+
+    The model of the synthetic benchmark checkpoints. ``drift`` in [0, 1] moves the g_e at each
+    token, keeping their spread: 0.02 forgets half of them in about 1700 tokens.
+    """
+    random = np.random.default_rng(seed)
+    popularity = random.standard_normal((num_layers, num_experts), np.float32)
+    routing = np.empty((num_tokens, num_layers, experts_per_token), np.int16)
+    for token in range(num_tokens):
+        if drift:
+            change = random.standard_normal(popularity.shape, np.float32)
+            popularity = np.sqrt(1 - drift**2) * popularity + drift * change
+        logits = skew * popularity + random.standard_normal(popularity.shape, np.float32)
+        routing[token] = np.argpartition(-logits, experts_per_token, axis=1)[:, :experts_per_token]
+    return routing
+
+
+def steps_of(routing: np.ndarray, num_experts: int, batch: int) -> np.ndarray:
+    """[steps, L, E] bool: what each decode step uses when ``batch`` parts of a text run at once."""
+    tokens, num_layers, _ = routing.shape
+    steps = tokens // batch
+    used = np.zeros((steps, num_layers, num_experts), bool)
+    step, layer = np.arange(steps)[:, None, None], np.arange(num_layers)[None, :, None]
+    for row in range(batch):
+        used[step, layer, routing[row * steps : (row + 1) * steps]] = True
+    return used
+
+
+# ---- policies -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What the engine measures of a step and gives to the policy."""
+
+    step_s: float = 0.0
+    link_busy_s: float = 0.0
+    cpu_busy_s: float = 0.0
+    miss_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    on_link: np.ndarray  # [L] misses read over the link
+    background: int = 0  # copies that run beside this step
+
+
+class Contender(Protocol):
+    resident: np.ndarray  # [L, E] bool
+
+    def serve(self, used: np.ndarray, last: Timing) -> Served:
+        """Serve one step that uses ``used`` [L, E]; ``resident`` is then that of the next step."""
+        ...
+
+
+class Default:
+    """The policy that serves: values, read-through fills, background fills in idle link time."""
+
+    def __init__(
+        self, used: np.ndarray, num_slots: int, rates: Rates, tuning: policy.Tuning | None = None
+    ) -> None:
+        _, num_layers, num_experts = used.shape
+        self._rates, self._tuning = rates, tuning or policy.Tuning()
+        self._fetch_of = fetch_table(rates, int(used.sum(2).max()))
+        self._state = policy.new_state(num_layers, num_experts, float(used[0].sum(1).mean()))
+        self.resident = np.zeros((num_layers, num_experts), bool)
+        self._free = num_slots
+        self._plan = policy.plan(
+            self._state, self._tuning, self.resident, self.resident, num_slots, 0, Allowance(0, 0)
+        )
+
+    def serve(self, used: np.ndarray, last: Timing) -> Served:
+        fill = self._plan.fill  # their copies run during this step, their slots are taken
+        stored, wanted, on_link = self._read_through(used & ~self.resident)
+        flat = self.resident.reshape(-1)
+        arrived = np.union1d(fill, np.array(stored, np.int64))
+        self._free -= len(stored)
+        self._free += len(fill) + len(stored) - len(arrived)  # read twice: one slot comes back
+        flat[arrived] = True
+        policy.observe(self._state, self._tuning, used)
+        allowance = background_allowance(
+            self._rates, last.step_s, last.link_busy_s, last.cpu_busy_s, last.miss_s
+        )
+        self._plan = policy.plan(
+            self._state, self._tuning, self.resident, used, self._free, wanted, allowance
+        )
+        flat[self._plan.evict] = False
+        self._free += len(self._plan.evict) - len(self._plan.fill)
+        return Served(on_link, len(fill))
+
+    def _read_through(self, misses: np.ndarray) -> tuple[list[int], int, np.ndarray]:
+        num_experts = misses.shape[1]
+        stored: list[int] = []
+        wanted = 0
+        on_link = np.zeros(len(misses), np.int64)
+        for layer in np.flatnonzero(misses.any(1)):
+            experts = np.flatnonzero(misses[layer])
+            on_link[layer] = count = self._fetch_of[len(experts)]
+            for expert in policy.in_order(experts, self._plan.value[layer, experts])[:count]:
+                if self._plan.admit[layer, expert]:
+                    wanted += 1
+                    if len(stored) < self._free:
+                        stored.append(int(layer * num_experts + expert))
+        return stored, wanted, on_link
+
+
+class LeastRecent:
+    """LRU over what ``share`` of the misses the link reads; the rest is computed on the CPU.
+
+    share 1: every miss is fetched. share 0: nothing comes in once the slots are full.
+    """
+
+    def __init__(self, used: np.ndarray, num_slots: int, share: float) -> None:
+        self._num_slots, self._share, self._owed, self._now = num_slots, share, 0.0, 0
+        self.resident = np.zeros(used.shape[1:], bool)
+        self._last = np.zeros(used.shape[1:], np.int64)
+
+    def serve(self, used: np.ndarray, last: Timing) -> Served:
+        self._now += 1
+        misses = used & ~self.resident
+        filling = self.resident.sum() < self._num_slots and self._share == 0
+        chosen, on_link = misses, misses.sum(1)
+        if self._share < 1:
+            chosen = np.zeros_like(misses)
+            for layer in np.flatnonzero(on_link):
+                self._owed += self._share * on_link[layer]  # carried on: halves are not lost
+                count = min(int(self._owed + 0.5), on_link[layer])
+                self._owed -= count
+                chosen[layer, np.flatnonzero(misses[layer])[:count]] = True
+            on_link = chosen.sum(1)
+        self._last[used] = self._now
+        kept = self.resident | (misses if filling else chosen)
+        self.resident = _best(np.where(kept, self._last, -1).astype(float), self._num_slots, kept)
+        return Served(on_link)
+
+
+class Belady:
+    """Keeps what is used again soonest, among residents and this step's misses; splits by q*."""
+
+    def __init__(self, used: np.ndarray, num_slots: int, rates: Rates) -> None:
+        self._num_slots, self._step = num_slots, 0
+        self._fetch_of = np.array(fetch_table(rates, int(used.sum(2).max())))
+        self.resident = np.zeros(used.shape[1:], bool)
+        never = len(used) + 1
+        self._next = np.full((len(used) + 1, *used.shape[1:]), never, np.int32)
+        for step in range(len(used) - 1, -1, -1):
+            self._next[step] = np.where(used[step], step, self._next[step + 1])
+
+    def serve(self, used: np.ndarray, last: Timing) -> Served:
+        self._step += 1
+        misses = used & ~self.resident
+        kept = self.resident | used
+        soonest = np.where(kept, -self._next[self._step], -np.inf)
+        self.resident = _best(soonest.astype(float), self._num_slots, kept)
+        return Served(self._fetch_of[misses.sum(1)])
+
+
+def _best(worth: np.ndarray, count: int, among: np.ndarray) -> np.ndarray:
+    """[L, E] bool: the ``count`` of highest worth ``among`` those given."""
+    if among.sum() <= count:
+        return among
+    best = np.zeros(worth.size, bool)
+    best[np.argpartition(-worth.ravel(), count - 1)[:count]] = count > 0
+    return best.reshape(worth.shape) & among
+
+
+MakeContender = Callable[[np.ndarray, int, Rates], Contender]
+
+
+def _fixed_split(used: np.ndarray, num_slots: int, rates: Rates) -> Contender:
+    link = rates.link_experts_per_s * rates.link_beside_cpu
+    cpu = rates.cpu_experts_per_s * rates.cpu_beside_link
+    return LeastRecent(used, num_slots, link / (link + cpu))
+
+
+CONTENDERS: dict[str, MakeContender] = {
+    "default": Default,
+    "lru-fetch-all": lambda used, slots, rates: LeastRecent(used, slots, 1.0),
+    "fixed-split": _fixed_split,
+    "cpu-all": lambda used, slots, rates: LeastRecent(used, slots, 0.0),
+    "oracle": Belady,
+}
+
+
+# ---- replay ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    policy: str
+    tokens_per_s: float
+    miss_share: float  # of distinct experts used
+    link_bytes_per_token: float  # misses read through and background fills
+    cpu_bytes_per_token: float
+
+
+def simulate(
+    used: np.ndarray,  # [steps, L, E] bool
+    name: str,
+    machine: Machine,
+    *,
+    num_slots: int,
+    expert_bytes: int,
+    batch: int = 1,
+    warm_up: float = 0.25,
+    make: MakeContender | None = None,
+) -> Outcome:
+    """Decode all steps under one policy; the first ``warm_up`` part of them is not counted."""
+    rates = machine.rates(expert_bytes)
+    contender = (make or CONTENDERS[name])(used, num_slots, rates)
+    link_end, cpu_end = _layer_times(rates, int(used.sum(2).max()))
+    hit_s = expert_bytes / (HBM_SHARE * machine.hbm_bytes_per_s)
+    skip = int(len(used) * warm_up)
+    seconds = uses = missed = over_link = on_cpu = 0.0
+    timing = Timing()
+    for step, now in enumerate(used):
+        misses = (now & ~contender.resident).sum(1)
+        served = contender.serve(now, timing)
+        fetched, rest = served.on_link, misses - served.on_link
+        link, cpu = link_end[fetched, rest], cpu_end[fetched, rest]
+        hits = now.sum() - misses.sum()
+        waiting = np.maximum(link, cpu).sum()
+        alone_s = waiting + hits * hit_s + len(misses) * machine.layer_fixed_s
+        timing = Timing(alone_s, link.sum(), cpu.sum(), waiting / max(1, misses.sum()))
+        copies = background_allowance(rates, alone_s, link.sum(), cpu.sum(), 1.0).cost_misses
+        if step >= skip:
+            seconds += alone_s + served.background * copies
+            uses += now.sum()
+            missed += misses.sum()
+            over_link += fetched.sum() + served.background
+            on_cpu += rest.sum()
+    tokens = batch * (len(used) - skip)
+    return Outcome(
+        policy=name,
+        tokens_per_s=tokens / seconds,
+        miss_share=missed / uses,
+        link_bytes_per_token=over_link * expert_bytes / tokens,
+        cpu_bytes_per_token=on_cpu * expert_bytes / tokens,
+    )
+
+
+def _layer_times(rates: Rates, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """[fetched, on CPU] seconds until the link and the CPU are done."""
+    times = np.array(
+        [[finish_s(rates, link, cpu) for cpu in range(most + 1)] for link in range(most + 1)]
+    )
+    return times[..., 0], times[..., 1]
+
+
+def compare(
+    used: np.ndarray, machine: Machine, *, num_slots: int, expert_bytes: int, batch: int = 1
+) -> Iterator[Outcome]:
+    """One outcome per policy, the default first."""
+    for name in CONTENDERS:
+        yield simulate(
+            used,
+            name,
+            machine,
+            num_slots=num_slots,
+            expert_bytes=expert_bytes,
+            batch=batch,
+        )

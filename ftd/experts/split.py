@@ -1,0 +1,99 @@
+"""How a layer's misses are divided between the link and the CPU: pure functions of measured rates.
+
+Both paths run at the same time and their sums are added, so a layer waits for the later one. Each
+has a fixed cost, and while both run each keeps only part of its own rate: they share the DRAM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What one machine reaches for one weight format and one batch size.
+
+    A rate of 0 means the path does not exist (no compiled CPU kernels, no link).
+    """
+
+    link_experts_per_s: float
+    link_fixed_s: float
+    cpu_experts_per_s: float
+    cpu_fixed_s: float  # the handshake: publish, wake, answer
+    link_beside_cpu: float = 1.0  # (0, 1]: part of its rate the link keeps while the CPU computes
+    cpu_beside_link: float = 1.0  # (0, 1]: part of its rate the CPU keeps while the link reads
+
+    def __post_init__(self) -> None:
+        assert min(self.link_experts_per_s, self.cpu_experts_per_s) >= 0, self
+        assert max(self.link_experts_per_s, self.cpu_experts_per_s) > 0, self
+        assert min(self.link_fixed_s, self.cpu_fixed_s) >= 0, self
+        assert 0 < self.link_beside_cpu <= 1 and 0 < self.cpu_beside_link <= 1, self
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """What background fills may take from the next step."""
+
+    fills: float  # how many, on average: a fraction is saved up
+    cost_misses: float  # what one fill slows the step, counted in average misses
+
+
+def finish_s(rates: Rates, on_link: int, on_cpu: int) -> tuple[float, float]:
+    """When the link and the CPU are done with their shares of one layer, in seconds from its start.
+
+    A path without work is done at 0. The path that starts first, or has work left when the other is
+    done, runs at its own rate; in between both run at their shared rates.
+    """
+    infinite = float("inf")
+    if (on_link and not rates.link_experts_per_s) or (on_cpu and not rates.cpu_experts_per_s):
+        return (infinite if on_link else 0.0, infinite if on_cpu else 0.0)
+    link_s = on_link and on_link / rates.link_experts_per_s
+    cpu_s = on_cpu and on_cpu / rates.cpu_experts_per_s
+    if not (on_link and on_cpu):
+        return (link_s and rates.link_fixed_s + link_s, cpu_s and rates.cpu_fixed_s + cpu_s)
+    start = max(rates.link_fixed_s, rates.cpu_fixed_s)  # from here on both run
+    link_left = max(0.0, link_s - (start - rates.link_fixed_s))
+    cpu_left = max(0.0, cpu_s - (start - rates.cpu_fixed_s))
+    shared = min(link_left / rates.link_beside_cpu, cpu_left / rates.cpu_beside_link)
+    link_tail = link_left - shared * rates.link_beside_cpu
+    cpu_tail = cpu_left - shared * rates.cpu_beside_link
+    link_end = start + shared + link_tail if link_left else rates.link_fixed_s + link_s
+    cpu_end = start + shared + cpu_tail if cpu_left else rates.cpu_fixed_s + cpu_s
+    return link_end, cpu_end
+
+
+def fetch_table(rates: Rates, max_misses: int) -> tuple[int, ...]:
+    """For each number of misses m <= ``max_misses``, how many to read over the link.
+
+    Minimises the later of link and CPU. Ties go to the link, whose reads fill slots for free.
+    Cost: max_misses² / 2 evaluations, about a microsecond each.
+    """
+
+    def layer_s(misses: int, fetched: int) -> float:
+        return max(finish_s(rates, fetched, misses - fetched))
+
+    return tuple(
+        min(range(misses, -1, -1), key=lambda fetched, m=misses: layer_s(m, fetched))  # type: ignore[misc]
+        for misses in range(max_misses + 1)
+    )
+
+
+def background_allowance(
+    rates: Rates, step_s: float, link_busy_s: float, cpu_busy_s: float, miss_s: float
+) -> Allowance:
+    """How many experts the idle link can bring beside a step like the last, and at which price.
+
+    A background copy falls anywhere in the step: where it meets a read-through it delays it by the
+    whole copy, where it meets the CPU it takes DRAM rate away, elsewhere it is free. Half of the
+    idle time is left alone, since steps differ.
+
+    Args:
+        link_busy_s, cpu_busy_s: how long each path worked during the step.
+        miss_s: what one more miss costs the step, in seconds.
+    """
+    if not rates.link_experts_per_s or step_s <= 0:
+        return Allowance(0.0, 0.0)
+    copy_s = 1 / rates.link_experts_per_s
+    fills = 0.5 * max(0.0, step_s - link_busy_s) / copy_s
+    slowed_s = copy_s * (link_busy_s + (1 - rates.cpu_beside_link) * cpu_busy_s) / step_s
+    return Allowance(fills, slowed_s / miss_s if miss_s > 0 else 0.0)

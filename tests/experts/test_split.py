@@ -1,0 +1,109 @@
+"""The division of misses: never more than there are, best by brute force, monotone where it should."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ftd.experts.split import Rates, background_allowance, fetch_table, finish_s
+
+rates = st.builds(
+    Rates,
+    link_experts_per_s=st.floats(100, 50_000),
+    link_fixed_s=st.floats(0, 1e-4),
+    cpu_experts_per_s=st.floats(100, 50_000),
+    cpu_fixed_s=st.floats(0, 1e-4),
+    link_beside_cpu=st.floats(0.2, 1),
+    cpu_beside_link=st.floats(0.2, 1),
+)
+misses = st.integers(0, 24)
+H200 = Rates(5000.0, 3e-6, 12_700.0, 4e-6, 0.82, 0.73)  # 9.4 MB experts
+
+
+def integrated(r: Rates, on_link: int, on_cpu: int, ticks: int = 4000) -> float:
+    """Later end of both paths, from small steps of time: the definition, slowly."""
+    if not (on_link or on_cpu):
+        return 0.0
+    alone = [on_link / r.link_experts_per_s, on_cpu / r.cpu_experts_per_s]
+    fixed = [r.link_fixed_s, r.cpu_fixed_s]
+    beside = [r.link_beside_cpu, r.cpu_beside_link]
+    longest = max(fixed) + sum(a / b for a, b in zip(alone, beside))
+    tick, left, now, end = longest / ticks, list(alone), 0.0, 0.0
+    while max(left) > 0:
+        runs = [left[i] > 0 and now >= fixed[i] for i in range(2)]
+        for i in range(2):
+            if runs[i]:
+                left[i] -= tick * (beside[i] if runs[1 - i] else 1.0)
+        now += tick
+        end = now
+    return end
+
+
+@settings(max_examples=40, deadline=None)
+@given(rates, st.integers(0, 12), st.integers(0, 12))
+def test_layer_time_is_the_integral_of_both_rates(r, on_link, on_cpu):
+    expected = integrated(r, on_link, on_cpu)
+    assert max(finish_s(r, on_link, on_cpu)) == pytest.approx(expected, rel=5e-3, abs=1e-12)
+
+
+@given(rates, misses)
+def test_split_never_fetches_more_than_misses(r, m):
+    table = fetch_table(r, m)
+    assert len(table) == m + 1
+    assert all(0 <= fetched <= count for count, fetched in enumerate(table))
+
+
+@given(rates, misses)
+def test_split_is_the_best_of_all_and_ties_go_to_the_link(r, m):
+    times = [max(finish_s(r, fetched, m - fetched)) for fetched in range(m + 1)]
+    chosen = fetch_table(r, m)[m]
+    assert times[chosen] == min(times)
+    assert all(t > times[chosen] for t in times[chosen + 1 :])
+
+
+@given(rates, misses)
+def test_more_misses_never_take_less_time(r, m):
+    table = fetch_table(r, m)
+    times = [max(finish_s(r, f, count - f)) for count, f in enumerate(table)]
+    assert all(b >= a - 1e-15 for a, b in zip(times, times[1:]))
+
+
+@given(st.floats(100, 20_000), st.floats(1, 8), st.floats(100, 20_000), misses)
+def test_a_faster_link_never_reads_less_when_nothing_is_shared(link, factor, cpu, m):
+    slow = fetch_table(Rates(link, 0, cpu, 0), m)
+    fast = fetch_table(Rates(link * factor, 0, cpu, 0), m)
+    assert all(b >= a for a, b in zip(slow, fast))
+
+
+@given(rates, st.integers(1, 24))
+def test_a_missing_path_is_never_used(r, m):
+    no_cpu = Rates(r.link_experts_per_s, r.link_fixed_s, 0.0, r.cpu_fixed_s)
+    no_link = Rates(0.0, r.link_fixed_s, r.cpu_experts_per_s, r.cpu_fixed_s)
+    assert fetch_table(no_cpu, m) == tuple(range(m + 1))
+    assert fetch_table(no_link, m) == (0,) * (m + 1)
+    assert math.isinf(finish_s(no_cpu, 0, 1)[1]) and math.isinf(finish_s(no_link, 1, 0)[0])
+
+
+def test_known_machine_splits_as_its_rates_say():
+    """One miss: 79 µs on the CPU against 200 over the link. Many: about 0.31 of them by link."""
+    table = fetch_table(H200, 64)
+    assert table[:3] == (0, 0, 0)
+    share = 0.82 * 5000 / (0.82 * 5000 + 0.73 * 12_700)
+    assert table[64] == pytest.approx(64 * share, abs=1)
+
+
+@given(rates, st.floats(1e-4, 1), st.floats(0, 1), st.floats(0, 1))
+def test_background_fills_fit_into_the_idle_link(r, step_s, link_share, cpu_share):
+    allowance = background_allowance(r, step_s, link_share * step_s, cpu_share * step_s, 1e-4)
+    idle_s = step_s * (1 - link_share)
+    assert 0 <= allowance.fills <= idle_s * r.link_experts_per_s + 1e-9
+    assert allowance.cost_misses >= 0
+
+
+def test_background_fills_are_free_beside_idle_paths_and_none_without_a_link():
+    assert background_allowance(H200, 1e-3, 0, 0, 1e-4).cost_misses == 0
+    no_link = Rates(0.0, 0.0, 1000.0, 0.0)
+    assert background_allowance(no_link, 1e-3, 0, 1e-3, 1e-4).fills == 0
