@@ -47,6 +47,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="the caller included")
     parser.add_argument("--pin", action="store_true", help="each worker on one processor")
     parser.add_argument("--isa", default="auto")
+    parser.add_argument("--library", type=Path, help="from check_cpu_kernels.py --build")
     parser.add_argument("--prefetch", type=int, help="bytes ahead; default: calibrated")
     parser.add_argument("--pool-gib", type=float, default=3.0)
     parser.add_argument("--seconds", type=float, default=4.0, help="for each line")
@@ -160,9 +161,9 @@ def main() -> int:
     args = arguments()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    ops = native.load(args.isa, args.threads, pin=args.pin)
+    ops = native.load(args.isa, args.threads, pin=args.pin, library=args.library)
     if ops is None:
-        print(native.unavailable_reason(), file=sys.stderr)
+        print(native.unavailable_reason(args.library), file=sys.stderr)
         return 1
     layout = expert_layout(FORMATS[args.format], args.hidden, args.inner)
     memory, address = expert_pool(layout, int(args.pool_gib * GIB))
