@@ -134,6 +134,24 @@ class Config:
     heartbeat: float = setting(
         5.0, kinds.duration(0.1, 3600), "Longest silence of a stream before an empty chunk is sent."
     )
+    hold: float = setting(
+        100.0,
+        kinds.duration(0, 3600),
+        "How long a request waits for a model that is being loaded before it is refused; some "
+        "clients give up when nothing comes for 120 s.",
+    )
+    thinking: Literal["auto", "on", "off"] = setting(
+        "auto",
+        kinds.choice("auto", "on", "off"),
+        "Whether models think when a request does not say; auto: as the checkpoint's template has "
+        "it, and on /v1/messages not.",
+    )
+    drop_billing_line: bool = setting(
+        True,
+        kinds.switch(),
+        "Leave the billing line, which Claude Code changes now and then, out of the prompt, so "
+        "that the rest is found in the prefix cache.",
+    )
     body_limit: int = setting(32 * MiB, kinds.size(KiB, GiB), "Largest request body accepted.")
     api_key_file: Path | None = setting(
         None,

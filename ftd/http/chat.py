@@ -8,9 +8,12 @@ from typing import Any
 
 from ftd.errors import FtdError, RequestInvalid
 from ftd.text.answer import Piece
+from ftd.text.conversation import Conversation, Thinking, Tool
+from ftd.text.events import Block, Blocks, Step, blocks_of
 from ftd.text.messages import normalise
 
 from .errors import error_object
+from .exchange import Asked
 from .fields import (
     MAX_CHOICES,
     MAX_LOGPROBS,
@@ -21,43 +24,44 @@ from .fields import (
     read_stop_ids,
     read_stops,
 )
-from .generation import Job, Prompt, Usage, room_tokens
+from .generation import Job, Usage
+from .ids import call_id
 from .logprobs import chat_logprobs
-from .ports import ServedModel
 from .stream import DONE, event
+from .turn import MAX_TOOLS, default_thinking, read_effort, told, tool_named, turn_job
 
-MAX_TOOLS = 1024
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _TEMPLATE_OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
-def read_chat(fields: Fields, served: ServedModel, request_id: str) -> Chat:
+def read_chat(fields: Fields, asked: Asked) -> Chat:
     """Check every field, render and tokenize: what is returned can be submitted as it is."""
     _refuse_what_cannot_be_kept(fields)
-    limits, text = served.engine.limits, served.text
+    limits, text = asked.served.engine.limits, asked.served.text
     sampling = read_sampling(fields, text.defaults, limits.vocab, logprobs=_read_logprobs(fields))
     max_tokens = _first_of(
         fields.whole("max_completion_tokens", 1, MAX_TOKENS),
         fields.whole("max_tokens", 1, MAX_TOKENS),
     )
     fields.text("model")  # any name is served: agents ask for names they know
-    tools = _read_tools(fields)
-    rendered = text.render(
-        normalise(fields.raw("messages")), tools=tools or None, extra=_read_template_extra(fields)
+    conversation = Conversation(
+        normalise(fields.raw("messages")),
+        told(_read_tools(fields), fields.raw("tool_choice")),
+        default_thinking(asked, _read_thinking(fields)),
+        _read_variables(fields),
     )
-    ids = text.encode(rendered)
-    room_tokens(len(ids), limits)
-    job = Job(
-        prompts=(Prompt(ids, rendered),),
-        copies=fields.whole("n", 1, MAX_CHOICES) or 1,
-        max_tokens=max_tokens,
+    job = turn_job(
+        asked,
+        conversation,
         sampling=sampling,
         stops=read_stops(fields),
-        eos_ids=frozenset() if fields.flag("ignore_eos") else text.eos_ids,
+        max_tokens=max_tokens,
+        copies=fields.whole("n", 1, MAX_CHOICES) or 1,
+        one_call=not fields.flag("parallel_tool_calls", True),
+        ignore_eos=fields.flag("ignore_eos"),
         stop_ids=read_stop_ids(fields, limits.vocab),
     )
     stream = fields.flag("stream")
-    return Chat(served, request_id, job, stream, include_usage=read_include_usage(fields))
+    return Chat(asked, job, stream, include_usage=read_include_usage(fields))
 
 
 def _refuse_what_cannot_be_kept(fields: Fields) -> None:
@@ -91,41 +95,45 @@ def _read_logprobs(fields: Fields) -> int | None:
     return (top or 0) if wanted else None
 
 
-def _read_tools(fields: Fields) -> list[dict[str, Any]]:
-    """Tools for the template; with ``tool_choice`` none the model is not told of them."""
-    tools = fields.list("tools", MAX_TOOLS)
-    for i, tool in enumerate(tools):
+def _read_tools(fields: Fields) -> list[Tool]:
+    """The functions; tools of other types run elsewhere."""
+    tools = []
+    for i, tool in enumerate(fields.list("tools", MAX_TOOLS)):
         if not isinstance(tool, dict):
             raise RequestInvalid(f"tools[{i}] must be an object", param=f"tools[{i}]")
-        function = tool.get("function")
-        if tool.get("type") == "function" and not (
-            isinstance(function, dict) and isinstance(function.get("name"), str)
-        ):
-            raise RequestInvalid(
-                f"tools[{i}].function must be an object with a name", param=f"tools[{i}].function"
-            )
-    if fields.raw("tool_choice") == "none":
-        return []
-    return [tool for tool in tools if tool.get("type") == "function"]  # hosted tools run elsewhere
+        if tool.get("type") != "function":
+            continue
+        where, function = f"tools[{i}].function", tool.get("function")
+        if not isinstance(function, dict):
+            raise RequestInvalid(f"{where} must be an object with a name", param=where)
+        name, parameters = (
+            tool_named(function.get("name"), f"{where}.name"),
+            function.get("parameters"),
+        )
+        tools.append(Tool(name, parameters if isinstance(parameters, dict) else {}, tool))
+    return tools
 
 
-def _read_template_extra(fields: Fields) -> dict[str, Any]:
-    """Template variables; thinking is switched in any of the ways clients know."""
-    extra = dict(fields.object("chat_template_kwargs"))
-    if clash := _TEMPLATE_OWN & extra.keys():
+def _read_thinking(fields: Fields) -> Thinking:
+    """Thinking is switched in any of the ways clients know."""
+    effort = read_effort(fields.text("reasoning_effort"), "reasoning_effort")
+    reasoning = fields.object("reasoning")
+    budget = reasoning.get("max_tokens")
+    return Thinking(
+        on=reasoning.get("enabled") if isinstance(reasoning.get("enabled"), bool) else None,
+        effort=effort or read_effort(reasoning.get("effort"), "reasoning"),
+        budget_tokens=budget if isinstance(budget, int) and budget > 0 else None,
+    )
+
+
+def _read_variables(fields: Fields) -> dict[str, Any]:
+    variables = dict(fields.object("chat_template_kwargs"))
+    if clash := _TEMPLATE_OWN & variables.keys():
         raise RequestInvalid(
             f"chat_template_kwargs may not set {', '.join(sorted(clash))}",
             param="chat_template_kwargs",
         )
-    effort = _first_of(fields.text("reasoning_effort"), fields.object("reasoning").get("effort"))
-    if effort is not None:
-        if effort not in _EFFORTS:
-            raise RequestInvalid(
-                f"reasoning_effort must be one of {', '.join(_EFFORTS)}", param="reasoning_effort"
-            )
-        extra.setdefault("reasoning_effort", effort)
-        extra.setdefault("enable_thinking", effort != "none")
-    return extra
+    return variables
 
 
 def _first_of(*values: Any) -> Any:
@@ -133,31 +141,38 @@ def _first_of(*values: Any) -> Any:
 
 
 class Chat:
-    """``exchange.Dialect`` of OpenAI chat.
+    """``exchange.Dialect`` of OpenAI chat."""
 
-    The content is the text the model wrote, special tokens left out. Calls and thinking stand in
-    it as the model spells them.
-    """
-
-    def __init__(
-        self, served: ServedModel, request_id: str, job: Job, stream: bool, *, include_usage: bool
-    ) -> None:
+    def __init__(self, asked: Asked, job: Job, stream: bool, *, include_usage: bool) -> None:
         self.job = job
         self.stream = stream
-        self._text = served.text
+        self._text = asked.served.text
         self._include_usage = include_usage
-        self._envelope = {"id": request_id, "created": int(time.time()), "model": served.name}
+        self._request_id = asked.request_id
+        self._envelope = {
+            "id": asked.request_id,
+            "created": int(time.time()),
+            "model": asked.served.name,
+        }
+        self._blocks = [Blocks() for _ in range(job.answers)]
 
     def opening(self) -> Iterator[bytes]:
         for index in range(self.job.answers):
             yield self._chunk(index, {"role": "assistant", "content": ""})
 
     def piece(self, index: int, piece: Piece) -> Iterator[bytes]:
+        blocks = self._blocks[index]
         logprobs = self._logprobs(piece)
-        if piece.text or logprobs:
-            yield self._chunk(index, {"content": piece.text}, logprobs=logprobs)
+        for written in piece.events:
+            for step in blocks.push(written):
+                if delta := self._delta(index, step):
+                    shown = logprobs if "content" in delta else None
+                    yield self._chunk(index, delta, logprobs=shown)
+                    logprobs = None if shown else logprobs
+        if logprobs:
+            yield self._chunk(index, {"content": ""}, logprobs=logprobs)
         if piece.finish:
-            yield self._chunk(index, {}, finish=piece.finish)
+            yield self._chunk(index, {}, finish=_finish_reason(piece, blocks.all))
 
     def beat(self) -> Iterator[bytes]:
         yield self._chunk(0, {})
@@ -171,16 +186,55 @@ class Chat:
         yield event(error_object(error))
 
     def reply(self, answers: list[Piece], usage: Usage) -> dict[str, Any]:
-        choices = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": answer.text, "refusal": None},
-                "logprobs": self._logprobs(answer),
-                "finish_reason": answer.finish,
-            }
-            for index, answer in enumerate(answers)
-        ]
+        choices = []
+        for index, answer in enumerate(answers):
+            blocks = blocks_of(answer.events)
+            choices.append(
+                {
+                    "index": index,
+                    "message": self._message(index, blocks),
+                    "logprobs": self._logprobs(answer),
+                    "finish_reason": _finish_reason(answer, blocks),
+                }
+            )
         return self._body("chat.completion", choices, usage_object(usage))
+
+    def _message(self, index: int, blocks: list[Block]) -> dict[str, Any]:
+        def all_of(kind: str) -> str:
+            return "".join(block.text for block in blocks if block.kind == kind)
+
+        calls = [self._call(index, block) for block in blocks if block.kind == "call"]
+        content, reasoning = all_of("text"), all_of("reasoning")
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if calls and not content else content,
+            "refusal": None,
+        }
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return message
+
+    def _delta(self, index: int, step: Step) -> dict[str, Any]:
+        match step.kind, step.block.kind:
+            case "grow", "text":
+                return {"content": step.text}
+            case "grow", "reasoning":
+                return {"reasoning_content": step.text}
+            case "open", "call":
+                return {"tool_calls": [{"index": step.block.call, **self._call(index, step.block)}]}
+            case "grow", "call":
+                fragment = {"arguments": step.text}
+                return {"tool_calls": [{"index": step.block.call, "function": fragment}]}
+        return {}
+
+    def _call(self, index: int, block: Block) -> dict[str, Any]:
+        return {
+            "id": call_id("call_", self._request_id, index, block.call),
+            "type": "function",
+            "function": {"name": block.name, "arguments": block.text},
+        }
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if self.job.sampling.logprobs is None or not piece.logprobs:
@@ -208,10 +262,17 @@ class Chat:
         return body
 
 
+def _finish_reason(piece: Piece, blocks: list[Block]) -> str | None:
+    """An answer cut in the middle of a call says ``length``: that call is not to be run."""
+    called = any(block.kind == "call" for block in blocks)
+    return "tool_calls" if called and piece.finish == "stop" else piece.finish
+
+
 def usage_object(usage: Usage) -> dict[str, Any]:
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }

@@ -8,11 +8,12 @@ from typing import Any
 
 from ftd.engine.api import EngineLimits, TokenLogprob
 from ftd.errors import FtdError, RequestInvalid
-from ftd.text.answer import Piece
+from ftd.text.answer import Piece, Reading
 from ftd.text.textmodel import TextModel
 
 from .chat import usage_object
 from .errors import error_object
+from .exchange import Asked
 from .fields import (
     MAX_CHOICES,
     MAX_LOGPROBS,
@@ -26,15 +27,14 @@ from .fields import (
 )
 from .generation import Job, Prompt, Usage, room_tokens
 from .logprobs import completion_logprobs
-from .ports import ServedModel
 from .stream import DONE, event
 
 DEFAULT_MAX_TOKENS = 16  # the API's own default; chat has none
 
 
-def read_completion(fields: Fields, served: ServedModel, request_id: str) -> Completion:
+def read_completion(fields: Fields, asked: Asked) -> Completion:
     """Check every field and tokenize: what is returned can be submitted as it is."""
-    limits, text = served.engine.limits, served.text
+    limits, text = asked.served.engine.limits, asked.served.text
     if fields.raw("suffix"):
         raise RequestInvalid(
             "suffix asks to fill a gap, which this model was not made for", param="suffix"
@@ -59,14 +59,14 @@ def read_completion(fields: Fields, served: ServedModel, request_id: str) -> Com
         copies=copies,
         max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens,
         sampling=sampling,
-        stops=read_stops(fields),
+        reading=Reading(read_stops(fields), empty=max_tokens == 0),
         eos_ids=frozenset() if fields.flag("ignore_eos") else text.eos_ids,
         stop_ids=read_stop_ids(fields, limits.vocab),
         prompt_logprobs=logprobs if echo else None,
     )
     stream = fields.flag("stream")
     usage = read_include_usage(fields)
-    return Completion(served, request_id, job, stream, echo=echo, include_usage=usage)
+    return Completion(asked, job, stream, echo=echo, include_usage=usage)
 
 
 def _read_prompts(fields: Fields, text: TextModel, limits: EngineLimits) -> tuple[Prompt, ...]:
@@ -104,8 +104,7 @@ class Completion:
 
     def __init__(
         self,
-        served: ServedModel,
-        request_id: str,
+        asked: Asked,
         job: Job,
         stream: bool,
         *,
@@ -114,13 +113,13 @@ class Completion:
     ) -> None:
         self.job = job
         self.stream = stream
-        self._text = served.text
+        self._text = asked.served.text
         self._include_usage = include_usage
         self._envelope = {
-            "id": request_id,
+            "id": asked.request_id,
             "object": "text_completion",
             "created": int(time.time()),
-            "model": served.name,
+            "model": asked.served.name,
         }
         self._echoes = [self._echo(prompt) for prompt in job.prompts] if echo else None
 

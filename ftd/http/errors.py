@@ -1,4 +1,4 @@
-"""Errors as OpenAI clients read them."""
+"""Errors as OpenAI's and Anthropic's clients read them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from ftd.errors import FtdError, NotReady, RequestInvalid
+from ftd.errors import ContextExceeded, FtdError, NotReady, RequestInvalid
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = _TYPES | {
+    404: "not_found_error",
+    413: "request_too_large",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
 RETRY_AFTER_S = 5.0  # where the error does not know better
 
 
@@ -48,13 +54,33 @@ def error_object(error: FtdError) -> dict[str, Any]:
     return {"error": body | ({"hint": error.hint} if error.hint else {})}
 
 
-def error_response(error: FtdError) -> web.Response:
+def anthropic_status(error: FtdError) -> int:
+    """529 is what Anthropic's clients wait on; other APIs do not know it."""
+    return 529 if isinstance(error, NotReady) else error.status
+
+
+def anthropic_error_object(error: FtdError) -> dict[str, Any]:
+    status = anthropic_status(error)
+    message = error.message
+    if isinstance(error, ContextExceeded):  # this wording makes clients compact: keep it
+        message = f"prompt is too long: {error.prompt_tokens} tokens > {error.limit_tokens} maximum"
+    elif error.hint:
+        message = f"{message} ({error.hint})"
+    kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def error_response(error: FtdError, *, anthropic: bool = False) -> web.Response:
     headers = {}
     if error.retry_after_s is not None or isinstance(error, NotReady) or error.status == 429:
         headers["Retry-After"] = str(math.ceil(error.retry_after_s or RETRY_AFTER_S))
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return json_response(error_object(error), status=error.status, headers=headers)
+    if anthropic:
+        body, status = anthropic_error_object(error), anthropic_status(error)
+    else:
+        body, status = error_object(error), error.status
+    return json_response(body, status=status, headers=headers)
 
 
 def json_response(

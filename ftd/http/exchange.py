@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -18,7 +18,7 @@ import structlog
 from aiohttp import web
 
 from ftd.config import Config
-from ftd.errors import BodyTooLarge, FtdError, NotReady, RequestInvalid
+from ftd.errors import BodyTooLarge, FtdError, NotReady, QueueFull, RequestInvalid
 from ftd.text.answer import Piece, joined
 
 from .errors import BodyTooSlow, json_response
@@ -26,11 +26,11 @@ from .fields import Fields, parse_body
 from .generation import Generation, Job, Usage, as_ftd_error
 from .metrics import Metrics
 from .ports import Lifecycle, ServedModel
+from .response_store import ResponseStore
 from .stream import EventStream, ReaderLost
 
 log = structlog.get_logger(__name__)
 
-SWITCH_WAIT_S = 10.0  # for the next model while one is replaced; most load sooner
 BODY_TIMEOUT_S = 60.0  # for a body to arrive; the largest at 5 Mbit/s
 T = TypeVar("T")
 
@@ -62,7 +62,18 @@ class Dialect(Protocol):
         ...
 
 
-Reader = Callable[[Fields, ServedModel, str], Dialect]
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request beside its body: what a reader, in a worker thread, may look at."""
+
+    served: ServedModel
+    request_id: str
+    config: Config
+    responses: ResponseStore
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+Reader = Callable[[Fields, Asked], Dialect]
 
 
 @dataclass(slots=True)
@@ -73,6 +84,30 @@ class FrontEnd:
     config: Config
     metrics: Metrics
     workers: ThreadPoolExecutor
+    responses: ResponseStore = field(default_factory=ResponseStore)
+    running: dict[str, Generation] = field(default_factory=dict)  # by request id
+    held: int = 0  # requests that wait for a model
+
+    async def wait_ready(self) -> ServedModel:
+        """The served model; while one is loaded a request waits, as clients give up on a refusal.
+
+        Raises:
+            NotReady: none came in time, or none is on its way.
+            QueueFull: too many wait already.
+        """
+        if self.held >= self.config.max_waiting:
+            raise QueueFull(
+                f"{self.held} requests wait for the model, {self.config.max_waiting} is the most",
+                hint="--max-waiting raises the limit",
+            )
+        self.held += 1
+        try:
+            return await self.lifecycle.wait_ready(self.config.hold)
+        finally:
+            self.held -= 1
+
+    def asked(self, request: web.Request, served: ServedModel, request_id: str) -> Asked:
+        return Asked(served, request_id, self.config, self.responses, request.headers)
 
     async def work(self, run: Callable[..., T], *args: Any) -> T:
         """Run what takes longer than the loop may wait, in a worker thread."""
@@ -152,30 +187,33 @@ def handler(endpoint: str, id_prefix: str, read: Reader) -> Callable[[web.Reques
 async def _answer(
     request: web.Request, front: FrontEnd, story: Story, read: Reader
 ) -> web.StreamResponse:
-    # refused before the body is read if there is no model, and none is about to come
-    await front.lifecycle.wait_ready(SWITCH_WAIT_S)
-    body = await _read_body(request, front.config.body_limit)
+    await front.wait_ready()  # before the body is read: many bodies would be a lot of memory
+    body = await read_body(request, front.config.body_limit)
     while True:
-        served = await front.lifecycle.wait_ready(SWITCH_WAIT_S)
-        dialect = await front.work(_prepare, body, read, served, story.request_id)
+        served = await front.wait_ready()
+        asked = front.asked(request, served, story.request_id)
+        dialect = await front.work(_prepare, body, read, asked)
         generation = Generation(served.engine, served.text, dialect.job, story.request_id)
         story.model, story.dialect, story.generation = served.name, dialect, generation
+        front.running[story.request_id] = generation
         try:
             async with generation:
                 if dialect.stream:
                     return await _stream(request, front, story, dialect, generation)
                 return await _reply(front, story, dialect, generation)
         except NotReady:
-            if generation.admitted or await front.lifecycle.wait_ready(SWITCH_WAIT_S) is served:
+            if generation.admitted or await front.wait_ready() is served:
                 raise
             # the model was switched while this request was being read: ask the new one
+        finally:
+            del front.running[story.request_id]
 
 
-def _prepare(body: bytes, read: Reader, served: ServedModel, request_id: str) -> Dialect:
-    return read(parse_body(body), served, request_id)
+def _prepare(body: bytes, read: Reader, asked: Asked) -> Dialect:
+    return read(parse_body(body), asked)
 
 
-async def _read_body(request: web.Request, limit_bytes: int) -> bytes:
+async def read_body(request: web.Request, limit_bytes: int) -> bytes:
     """The whole body; a length that is too large is refused before a byte is read."""
     if (request.content_length or 0) > limit_bytes:
         raise _too_large(request.content_length or 0, limit_bytes)

@@ -203,15 +203,15 @@ def _bias(key: str, value: Any, vocab: int) -> tuple[int, float]:
     return token, bias
 
 
-def read_stops(fields: Fields) -> StopSet:
-    value = fields.raw("stop")
-    stops = [value] if isinstance(value, str) else fields.list("stop", MAX_STOPS)
+def read_stops(fields: Fields, name: str = "stop") -> StopSet:
+    value = fields.raw(name)
+    stops = [value] if isinstance(value, str) else fields.list(name, MAX_STOPS)
     for i, stop in enumerate(stops):
         if not isinstance(stop, str) or not 1 <= len(stop) <= MAX_STOP_CHARS:
             raise RequestInvalid(
-                f"stop[{i}] is {_shown(stop)}, it must be a string of 1 to {MAX_STOP_CHARS} "
+                f"{name}[{i}] is {_shown(stop)}, it must be a string of 1 to {MAX_STOP_CHARS} "
                 "characters",
-                param="stop",
+                param=name,
             )
     return StopSet(stops)
 

@@ -23,8 +23,7 @@ from ftd.engine.api import (
     Ticket,
 )
 from ftd.errors import ContextExceeded, EngineFailed, FtdError, RequestCancelled, RequestInvalid
-from ftd.text.answer import Answer, Piece
-from ftd.text.stops import StopSet
+from ftd.text.answer import Answer, Piece, Reading
 from ftd.text.textmodel import TextModel
 
 QUEUED_PIECES = 64  # between engine and socket; behind it the engine's own queue waits
@@ -43,7 +42,7 @@ class Job:
     copies: int
     max_tokens: int | None  # None: until the context ends; 0: no answer, only prompt logprobs
     sampling: Sampling
-    stops: StopSet
+    reading: Reading
     eos_ids: frozenset[int]
     stop_ids: frozenset[int]
     prompt_logprobs: int | None = None
@@ -58,6 +57,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int  # of the completion tokens
 
 
 def room_tokens(prompt_tokens: int, limits: EngineLimits, *, param: str = "messages") -> int:
@@ -93,9 +93,7 @@ class Generation:
         self._engine = engine
         self._job = job
         self._request_id = request_id
-        self._answers = [
-            Answer(text, job.stops, empty=job.max_tokens == 0) for _ in range(job.answers)
-        ]
+        self._answers = [Answer(text, job.reading) for _ in range(job.answers)]
         self._tickets: list[Ticket] = []
         self._pumps: list[asyncio.Task[None]] = []
         self._ready: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue(QUEUED_PIECES)
@@ -147,11 +145,17 @@ class Generation:
                 yield index, piece
                 silent_until = loop.time() + heartbeat_s
 
+    def cancel(self, reason: str) -> None:
+        """End every answer with RequestCancelled."""
+        for ticket in self._tickets:
+            self._engine.cancel(ticket.request_id, reason)
+
     def usage(self) -> Usage:
         return Usage(
             prompt_tokens=sum(len(prompt.ids) for prompt in self._job.prompts),
             completion_tokens=sum(answer.tokens for answer in self._answers),
             cached_tokens=sum(a.reused_tokens for a in self._answers[:: self._job.copies]),
+            reasoning_tokens=sum(answer.reasoning_tokens for answer in self._answers),
         )
 
     def _request(self, index: int) -> EngineRequest:

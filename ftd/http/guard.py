@@ -37,33 +37,34 @@ _ELSEWHERE = {
 
 @web.middleware
 async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every failure becomes an error object with its status."""
+    """Every failure becomes an error object with its status, in the words of the API asked."""
+    headers = {}
     try:
         return await handler(request)
     except FtdError as error:
-        return error_response(error)
+        refusal = error
     except web.HTTPMethodNotAllowed as error:
-        allowed = ", ".join(sorted(error.allowed_methods))
-        response = error_response(
-            MethodNotAllowed(
-                f"{request.method} {request.path} does not exist", hint=f"use {allowed}"
-            )
+        headers["Allow"] = ", ".join(sorted(error.allowed_methods))
+        refusal = MethodNotAllowed(
+            f"{request.method} {request.path} does not exist", hint=f"use {headers['Allow']}"
         )
-        response.headers["Allow"] = allowed
-        return response
     except web.HTTPNotFound:
-        return error_response(_no_route(request.path, request.app))
+        refusal = _no_route(request.path, request.app)
     except web.HTTPException as error:
         refusal = FtdError(error.reason)
         refusal.status, refusal.code = error.status, "http_error"
-        return error_response(refusal)
     except ReaderLost:
         raise  # there is nobody to answer
     except Exception:
         log.exception("http.failed", method=request.method, path=request.path)
-        return error_response(
-            FtdError("ftd made a mistake while answering", hint="the log has the traceback")
-        )
+        refusal = FtdError("ftd made a mistake while answering", hint="the log has the traceback")
+    response = error_response(refusal, anthropic=_asks_anthropic(request))
+    response.headers.update(headers)
+    return response
+
+
+def _asks_anthropic(request: web.Request) -> bool:
+    return request.path.startswith("/v1/messages") or "anthropic-version" in request.headers
 
 
 def _no_route(path: str, app: web.Application) -> NoSuchRoute:

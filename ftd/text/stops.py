@@ -87,7 +87,11 @@ class StopScanner:
         self._held = text[len(shown) :]
         return shown
 
+    @property
+    def holding(self) -> bool:
+        return bool(self._held)
+
     def flush(self) -> str:
-        """The answer is over: what was held back is text after all."""
-        held, self._held = self._held, ""
+        """The text ends here, or something else comes between: what was held back is shown."""
+        held, self._held, self._node = self._held, "", 0
         return held

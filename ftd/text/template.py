@@ -8,6 +8,7 @@ the clock, and the two operators that build something huge in one go are checked
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +17,15 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.runtime
 import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ftd.errors import CheckpointError, FtdError, RequestInvalid
+
+from .conversation import EFFORTS, TemplateFacts
 
 CPU_LIMIT_S = 5.0  # of the rendering thread; 2,000 messages of an agent take about 0.1
 MAX_CHARS = 64 * 2**20  # of the text, and of anything the template builds by repetition
@@ -170,6 +174,7 @@ class ChatTemplate:
         )
         try:
             self._template = environment.from_string(source)
+            self.facts = _facts(environment, source)
         except (jinja2.TemplateSyntaxError, RecursionError) as error:
             line = f" in line {error.lineno}" if isinstance(error, jinja2.TemplateError) else ""
             raise CheckpointError(
@@ -238,6 +243,14 @@ class ChatTemplate:
             except Exception:
                 bad = middle
         return max(0, bad - 1)
+
+
+def _facts(environment: jinja2.Environment, source: str) -> TemplateFacts:
+    variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
+    named = {effort for effort in EFFORTS if re.search(f"""["']{effort}["']""", source)}
+    return TemplateFacts(
+        frozenset(variables), frozenset(named if "reasoning_effort" in variables else ())
+    )
 
 
 def _reason(error: Exception) -> str:

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from ftd.engine.api import Sampling
 from ftd.errors import CheckpointError, RequestInvalid
 
+from .conversation import Conversation
 from .detokenize import Detokenizer, Vocabulary
 from .messages import Message, rewrites
 from .template import ChatTemplate, TemplateRefused
@@ -91,19 +92,7 @@ class TextModel:
         Raises:
             RequestInvalid: there is no template, or it refuses every form of the messages.
         """
-        if not self._templates:
-            raise RequestInvalid(
-                "this model has no chat template, so it cannot take messages",
-                param="messages",
-                hint="use /v1/completions, or put a chat_template.jinja beside the weights",
-            )
-        template = self._templates.get("tool_use") if tools else None
-        template = template or self._templates.get("default")
-        if template is None:
-            raise RequestInvalid(
-                f"this model's chat templates are named {', '.join(self._templates)}, none default",
-                param="messages",
-            )
+        template = self._template(with_tools=bool(tools))
         refusal: TemplateRefused | None = None
         for form in rewrites(messages):
             try:
@@ -112,6 +101,29 @@ class TextModel:
                 refusal = refusal or error  # the first speaks of the messages as they were sent
         assert refusal is not None
         raise refusal
+
+    def prompt(self, conversation: Conversation) -> str:
+        """``render`` of a conversation, with its thinking in the template's own variables."""
+        tools = conversation.declarations
+        facts = self._template(with_tools=bool(tools)).facts
+        extra = {**conversation.thinking.variables(facts), **conversation.variables}
+        return self.render(conversation.messages, tools=tools, extra=extra)
+
+    def _template(self, *, with_tools: bool) -> ChatTemplate:
+        if not self._templates:
+            raise RequestInvalid(
+                "this model has no chat template, so it cannot take messages",
+                param="messages",
+                hint="use /v1/completions, or put a chat_template.jinja beside the weights",
+            )
+        template = self._templates.get("tool_use") if with_tools else None
+        template = template or self._templates.get("default")
+        if template is None:
+            raise RequestInvalid(
+                f"this model's chat templates are named {', '.join(self._templates)}, none default",
+                param="messages",
+            )
+        return template
 
     def _eos_ids(self, *configs: Mapping[str, Any]) -> frozenset[int]:
         ids: set[int] = set()

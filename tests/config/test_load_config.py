@@ -52,11 +52,13 @@ def test_every_setting_has_the_same_name_everywhere(tmp_path):
         "drain_timeout": '"9s"', "heartbeat": '"1s"', "body_limit": '"1M"',
         "api_key_file": '"/tmp/k"', "allowed_hosts": '["h"]', "allow_origin": '["https://o"]',
         "load_threads": "2", "log_level": '"debug"', "log_format": '"json"',
-        "log_prompts": "true", "fault": '"step:3,load:1,slow:50ms"',
+        "log_prompts": "true", "fault": '"step:3,load:1,slow:50ms"', "hold": '"20s"',
+        "thinking": '"off"', "drop_billing_line": "false",
     }  # fmt: skip
     assert set(typed) == {f.name for f in settings()}
     text = {k: v.strip("[]").replace('"', "").replace(", ", ",") for k, v in typed.items()}
     flags = dict(text) | {"served_name": ("a", "b"), "log_prompts": True}
+    flags |= {"drop_billing_line": False}
     by_file = load_config(
         {"config": write(tmp_path, "".join(f"{k} = {v}\n" for k, v in typed.items()))}, {}
     )

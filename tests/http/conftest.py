@@ -18,6 +18,8 @@ from aiohttp import web
 from ftd.config import Config
 from ftd.errors import NotReady
 from ftd.http.app import make_app, make_runner
+from ftd.http.exchange import Asked
+from ftd.http.response_store import ResponseStore
 from ftd.text.textmodel import TextModel
 
 
@@ -74,6 +76,11 @@ class Front:
     @property
     def engine(self) -> Any:
         return self.lifecycle.served.engine
+
+    @property
+    def asked(self) -> Asked:
+        """What a reader of bodies is given."""
+        return Asked(self.lifecycle.served, "req_1", self.config, ResponseStore())
 
     def script(self, key: str, text: str = "", **options: Any) -> None:
         """From now on prompts that contain ``key`` are answered with ``text``."""

@@ -57,7 +57,7 @@ async def test_a_row_is_true(front, row: Row):
 )
 def test_exactly_the_documented_fields_are_read(front, path, read):
     fields = Fields(dict(BASE[path]))
-    read(fields, front.lifecycle.served, "id")
+    read(fields, front.asked)
     documented = {row.field for row in ROWS if row.path == path and row.answer != "ignored"}
     assert fields.read == documented
 

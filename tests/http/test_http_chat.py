@@ -43,6 +43,7 @@ async def test_a_plain_answer(front):
         "completion_tokens": out,
         "total_tokens": prompt + out,
         "prompt_tokens_details": {"cached_tokens": 5},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 

@@ -13,11 +13,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ftd.config import Config
 from ftd.engine.api import Sampling
 from ftd.errors import FtdError
 from ftd.http.chat import read_chat
 from ftd.http.completions import read_completion
+from ftd.http.exchange import Asked
 from ftd.http.fields import Fields, parse_body, read_sampling
+from ftd.http.response_store import ResponseStore
 
 ABSURD: list[tuple[str, Any]] = [
     ("temperature", 1e9),
@@ -214,7 +217,7 @@ def test_any_values_are_read_or_refused(demo_text, fields, read):
     except TypeError:
         return  # not JSON in the first place
     try:
-        dialect = read(parse_body(data), Served, "id")
+        dialect = read(parse_body(data), Asked(Served, "req_1", Config(), ResponseStore()))
     except FtdError as error:
         assert error.status in (400, 404)
         return

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftd.engine.api import Finish, Output, TokenLogprob
-from ftd.text.answer import Answer, joined
+from ftd.text.answer import Answer, Reading, joined
 from ftd.text.stops import StopSet
 from ftd.text.textmodel import TextModel
 
@@ -20,7 +20,7 @@ EOS = 2
 def run(
     tokens: list[int], finish: Finish = Finish.EOS, stops: tuple[str, ...] = (), per_output: int = 1
 ):
-    answer = Answer(TEXT, StopSet(stops))
+    answer = Answer(TEXT, Reading(StopSet(stops)))
     pieces = []
     for start in range(0, max(1, len(tokens)), per_output):
         part = tuple(tokens[start : start + per_output])
@@ -94,7 +94,7 @@ def test_logprobs_come_with_the_text_of_their_token():
 
 
 def test_an_empty_answer_keeps_only_the_prompts_logprobs():
-    answer = Answer(TEXT, StopSet([]), empty=True)
+    answer = Answer(TEXT, Reading(StopSet([]), empty=True))
     piece = answer.push(Output("r", (5,), prompt_logprobs=(None,), finish=Finish.LENGTH))
     assert (piece.text, piece.finish, piece.prompt_logprobs) == ("", "length", (None,))
     assert answer.tokens == 0
