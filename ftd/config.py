@@ -77,8 +77,10 @@ class Config:
         "Control socket for ftctl.",
         default_text="$XDG_RUNTIME_DIR/ftd.sock, else /run/ftd/ftd.sock",
     )
-    device: Literal["auto", "cpu"] = setting(
-        "auto", kinds.device(), "Where to compute: auto or cpu. This version computes on the CPU."
+    device: str = setting(
+        "auto",
+        kinds.device(),
+        "Where to compute: cpu, cuda, cuda:N, or auto: on GPU 0 if it is usable, else on the CPU.",
     )
     dtype: Literal["auto", "bfloat16", "float32"] = setting(
         "auto",
@@ -98,14 +100,15 @@ class Config:
     vram: Amount | None = setting(
         None,
         kinds.amount(),
-        "Budget for KV and expert slots, in bytes or as a share of the memory that is free beside "
-        "the weights. On the CPU device this is ordinary memory, and giving it turns slots on.",
-        default_text="none",
+        "Budget of GPU memory: all that the driver shows for the process, in bytes or as a share "
+        "of the GPU's memory. On the CPU device: ordinary memory for KV and expert slots, a share "
+        "of what is free beside the weights; giving it turns slots on.",
+        default_text="most of what is free on the GPU",
     )
     expert_slots: int | Auto = setting(
         "auto",
         kinds.whole(0, 2**20, auto=True),
-        "Experts kept in slots; auto fills --vram, and without --vram the CPU device has none.",
+        "Experts kept in slots; auto fills --vram; without --vram the CPU device has none.",
     )
     cpu_threads: int | Auto = setting(
         "auto",

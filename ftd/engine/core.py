@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import structlog
 import torch
@@ -25,15 +26,16 @@ from ftd.engine.api import (
     Sampling,
     TokenLogprob,
 )
-from ftd.engine.batch import Span, pack
+from ftd.engine.batch import Span
 from ftd.engine.meter import Meter
-from ftd.engine.sampling import Draw, Sampler, SamplingState, token_logprob
+from ftd.engine.runner import Runner, StepResult
+from ftd.engine.sampling import Draw, SamplingState, token_logprob
 from ftd.errors import EngineFailed
-from ftd.experts.runtime import ExpertRuntime
+from ftd.experts.runtime import ExpertCounters
 from ftd.kv.cache import KvCache
 from ftd.kv.pages import PagePool
 from ftd.kv.prefix_tree import PrefixTree
-from ftd.model.architecture import Model
+from ftd.model.architecture import Experts, Model
 from ftd.schedule.policy import Limits, Run, SequenceView, StepPlan, next_in_line, plan_step
 from ftd.schedule.rates import Rates
 from ftd.schedule.sequence import Sequence
@@ -76,6 +78,14 @@ class Answering:
         return self.request.prompt_logprobs is not None
 
 
+class StepExperts(Experts, Protocol):
+    """The routed experts, told where steps end: ``ExpertRuntime`` or ``CudaExperts``."""
+
+    def safe_point(self) -> None: ...
+    def abandon_step(self) -> None: ...
+    def counters(self) -> ExpertCounters: ...
+
+
 class EngineCore:
     """Owns model, KV and sequences.
 
@@ -88,7 +98,8 @@ class EngineCore:
         self,
         model: Model,
         kv: KvCache,
-        experts: ExpertRuntime,
+        experts: StepExperts,
+        runner: Runner,
         limits: Limits,
         *,
         kernels: str = "torch",
@@ -100,11 +111,11 @@ class EngineCore:
         self.model = model
         self.kv = kv
         self.experts = experts
+        self.runner = runner
         self.kernels = kernels  # what computes, for people
         self.limits = limits
         self.pages = PagePool(kv.num_pages, kv.page_tokens)
         self.tree = PrefixTree(self.pages)
-        self.sampler = Sampler(model.spec.vocab)
         self.rates = Rates()
         self.totals = Totals()
         self._waiting: dict[str, Answering] = {}  # in order of arrival
@@ -188,15 +199,17 @@ class EngineCore:
         self._inject_faults()
         self._prefilling = frozenset(a.sequence.key for a, n in runs if n > 1)
         spans = [self._span(answering, tokens) for answering, tokens in runs]
+        sampling = [self._sampling(answering, tokens) for answering, tokens in runs]
         try:
-            logits = self.model.forward(pack(spans, self.kv.page_tokens), self.kv, self)
+            result = self.runner.run(spans, sampling, self)
+            draws = result.draws()
         except BaseException:
             self.experts.abandon_step()
             raise
         finally:
             self._prefilling = frozenset()
         self.experts.safe_point()
-        outputs = self._commit(runs, spans, logits)
+        outputs = self._commit(runs, spans, result, draws)
         self._credit_s = plan.credit_s
         self._measure(runs, len(outputs), self._clock() - began_s)
         return outputs
@@ -281,14 +294,22 @@ class EngineCore:
         logits = tokens if self._scoring(sequence.key) else last
         return Span(sequence.ids[begin:end], begin, sequence.pages, logits)
 
+    def _sampling(self, answering: Answering, tokens: int) -> SamplingState | None:
+        """How the token after the step's is drawn; None while more of the prompt is to come."""
+        return answering.sampling if tokens == answering.sequence.pending else None
+
     def _commit(
-        self, runs: Seq[tuple[Answering, int]], spans: Seq[Span], logits: torch.Tensor
+        self,
+        runs: Seq[tuple[Answering, int]],
+        spans: Seq[Span],
+        result: StepResult,
+        draws: Seq[Draw | EngineFailed],
     ) -> list[Output]:
-        ends, drawing, row = [], [], 0
+        drawing, row = [], 0
         for (answering, tokens), span in zip(runs, spans, strict=True):
             sequence = answering.sequence
             if self._scoring(sequence.key):
-                self._score(answering, span, logits[row : row + span.logits])
+                self._score(answering, span, result.logits()[row : row + span.logits])
             row += span.logits
             sequence.computed += tokens
             sequence.passed_over = 0
@@ -296,11 +317,6 @@ class EngineCore:
                 self._keep(sequence)
             if sequence.pending == 0:
                 drawing.append(answering)
-                ends.append(row - 1)
-        rows = logits if len(ends) == len(logits) else logits[ends]
-        draws = self.sampler.sample(
-            rows, [a.sampling for a in drawing], [len(a.sequence.ids) for a in drawing]
-        )
         return [self._answer(a, draw) for a, draw in zip(drawing, draws, strict=True)]
 
     def _score(self, answering: Answering, span: Span, logits: torch.Tensor) -> None:

@@ -19,8 +19,15 @@ import torch
 from ftd.checkpoint.headers import Checkpoint, check, read_checkpoint
 from ftd.checkpoint.load import load_weights
 from ftd.config import Config
+from ftd.cuda.device import choose_gpu
+from ftd.cuda.kv import CudaKvCache
+from ftd.cuda.memory import DeviceMemory
+from ftd.cuda.pinned import register
+from ftd.cuda.residency import CudaExperts
 from ftd.engine.api import EngineLimits
-from ftd.engine.core import EngineCore
+from ftd.engine.core import EngineCore, StepExperts
+from ftd.engine.cuda_runner import CudaRunner
+from ftd.engine.runner import CpuRunner, Runner
 from ftd.engine.thread import EngineThread
 from ftd.errors import CheckpointError, NotReady
 from ftd.experts.host_pool import HostPool
@@ -32,7 +39,7 @@ from ftd.kernels.reference import TorchOps
 from ftd.kv.cache import KvCache
 from ftd.memory.machine import Machine, read_machine
 from ftd.memory.plan import MemoryPlan, act_dtype, plan_memory
-from ftd.model.architecture import Architecture
+from ftd.model.architecture import Architecture, Model
 from ftd.model.registry import architecture_for
 from ftd.model.spec import ModelSpec, MoeSpec
 from ftd.schedule.policy import Limits
@@ -80,7 +87,10 @@ def prepare(path: Path, config: Config, machine: Machine | None = None) -> Prepa
     layout = check(checkpoint, architecture, spec)
     dense = sum(checkpoint.tensors[name].nbytes for name in architecture.dense_tensors(spec))
     machine = machine or read_machine()
-    plan = plan_memory(spec, layout, dense, config, machine)
+    verdict = choose_gpu(config.device)
+    if verdict.gpu is None and config.device == "auto":
+        log.info("device.cpu", reason=verdict.reason)
+    plan = plan_memory(spec, layout, dense, config, machine, verdict.gpu)
     return Prepared(checkpoint, architecture, spec, layout, machine, plan)
 
 
@@ -129,7 +139,6 @@ def load_core(
 ) -> EngineCore:
     """``load_engine`` without the thread: the caller drives the steps."""
     spec, plan, layout = prepared.spec, prepared.plan, prepared.layout
-    dtype = getattr(torch, act_dtype(config, spec))
     with ExitStack() as undo:  # what a failed load has taken; a good one hands it to the core
         pool = HostPool(
             len(spec.moe_layers),
@@ -153,20 +162,16 @@ def load_core(
         _refuse_if(cancelled)
         if config.fault.load:
             _inject_load_fault(config.fault.load)
-        ops = _ops(config, pool, undo)
-        model = prepared.architecture.build(spec, weights, ops, dtype)
-        kv = KvCache(spec, plan.num_pages, plan.page_tokens, dtype)
-        undo.callback(kv.close)
-        experts = ExpertRuntime(spec, layout, pool, ops, plan.num_slots)
-        undo.callback(experts.close)
-        _calibrate(ops, pool, prepared, dtype)
+        build = _on_cpu if plan.vram is None else _on_gpu
+        parts = build(config, prepared, pool, weights, undo)
         _refuse_if(cancelled)
         core = EngineCore(
-            model,
-            kv,
-            experts,
+            parts.model,
+            parts.kv,
+            parts.experts,
+            parts.runner,
             Limits(config.max_running, plan.prefill_chunk, plan.num_pages, plan.page_tokens),
-            kernels=ops.name,
+            kernels=parts.kernels,
             fault=config.fault,
             close=undo.pop_all().close,
         )
@@ -177,6 +182,103 @@ def load_core(
         core.close()
         raise
     return core
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What differs between the devices."""
+
+    kernels: str
+    model: Model
+    kv: KvCache
+    experts: StepExperts
+    runner: Runner
+
+
+def _on_cpu(
+    config: Config,
+    prepared: Prepared,
+    pool: HostPool,
+    weights: dict[str, torch.Tensor],
+    undo: ExitStack,
+) -> _Parts:
+    spec, plan = prepared.spec, prepared.plan
+    dtype = getattr(torch, act_dtype(config, spec))
+    ops = _ops(config, pool, undo)
+    model = prepared.architecture.build(spec, weights, ops, dtype)
+    kv = KvCache(spec, plan.num_pages, plan.page_tokens, dtype)
+    undo.callback(kv.close)
+    experts = ExpertRuntime(spec, prepared.layout, pool, ops, plan.num_slots)
+    undo.callback(experts.close)
+    _calibrate(ops, pool, prepared, dtype)
+    return _Parts(ops.name, model, kv, experts, CpuRunner(model, kv))
+
+
+def _on_gpu(
+    config: Config,
+    prepared: Prepared,
+    pool: HostPool,
+    weights: dict[str, torch.Tensor],
+    undo: ExitStack,
+) -> _Parts:
+    from ftd.kernels.triton.ops import CudaOps  # triton is there only where a GPU is usable
+
+    spec, plan = prepared.spec, prepared.plan
+    assert plan.vram is not None
+    dtype = getattr(torch, act_dtype(config, spec))
+    device = torch.device("cuda", plan.vram.gpu.index)
+    torch.set_num_threads(1)  # what the CPU computes beside the GPU is small
+    torch.cuda.set_device(device)
+    undo.callback(torch.cuda.empty_cache)
+    began_s = time.monotonic()
+    all_resident = plan.num_slots == plan.num_experts
+    registration = register(pool, device)
+    undo.callback(registration.close)
+    if not registration.pinned:
+        log.warning(
+            "pool.not_pinned",
+            reason=registration.reason,
+            cost="every missed expert is copied before it is used: several times slower decoding",
+            hint="raise the limit on locked memory (ulimit -l, LimitMEMLOCK)",
+        )
+    pinned_s = time.monotonic()
+    for name in list(weights):  # one at a time: host memory goes as the GPU's comes
+        weights[name] = weights[name].to(device)
+    ops = CudaOps()
+    model = prepared.architecture.build(spec, weights, ops, dtype)
+    memory = DeviceMemory(device)
+    kv = CudaKvCache(spec, plan.num_pages, plan.page_tokens, dtype, memory)
+    undo.callback(kv.close)
+    experts = CudaExperts(
+        spec,
+        prepared.layout,
+        pool,
+        ops,
+        memory,
+        num_slots=plan.num_slots,
+        # unpinned, what is not resident has no other way
+        num_staging=max(plan.vram.staging_records, 0 if registration.pinned or all_resident else 1),
+        pinned=registration.pinned,
+    )
+    undo.callback(experts.close)
+    experts.fill_slots()
+    filled_s = time.monotonic()
+    most_pages = -(-plan.context_tokens // plan.page_tokens)
+    capture = registration.pinned or all_resident
+    runner = CudaRunner(model, kv, experts, device, most_pages, capture=capture)
+    runner.warm_up(lambda done, total: log.info("graphs.captured", done=done, total=total))
+    ready_s = time.monotonic()
+    free, total = torch.cuda.mem_get_info(device)
+    log.info(
+        "gpu.ready",
+        gpu=plan.vram.gpu.name,
+        pin_s=round(pinned_s - began_s, 2),
+        fill_s=round(filled_s - pinned_s, 2),
+        capture_s=round(ready_s - filled_s, 2),
+        used_bytes=total - free,
+        planned_bytes=plan.vram.total_bytes,
+    )
+    return _Parts(f"triton on {plan.vram.gpu.name}", model, kv, experts, runner)
 
 
 def _moe(spec: ModelSpec) -> MoeSpec:

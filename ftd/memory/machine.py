@@ -26,6 +26,18 @@ class Machine:
     huge_pages: str  # of transparent ones: "always", "madvise", "never", or "unknown"
 
 
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """The GPU that computes, as found before anything of ours lies in its memory."""
+
+    index: int
+    name: str
+    uuid: str
+    capability: tuple[int, int]  # what kernels are compiled for: (9, 0)
+    total_bytes: int
+    free_bytes: int  # with our context already made
+
+
 def read_machine(root: Path = Path("/")) -> Machine:
     """Facts as of now."""
     memory = _meminfo(root)

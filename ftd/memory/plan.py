@@ -3,8 +3,9 @@
     weights, workspace, headroom      what the model needs whatever is asked
     KV pool, expert slots             what is chosen: explicit numbers win, "auto" takes a share
 
-On the CPU device all of it is ordinary memory. What does not fit is refused with the setting to
-change and a value that works.
+On the CPU device all of it is ordinary memory. With a GPU the host keeps the pool of experts, and
+``ftd.memory.vram`` divides the GPU's. What does not fit is refused with the setting to change and a
+value that works.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Literal, NoReturn
 from ftd.config import Config, flag
 from ftd.errors import BudgetExceeded, ConfigError
 from ftd.kernels.formats import ExpertLayout
-from ftd.memory.machine import Machine
+from ftd.memory import vram
+from ftd.memory.machine import Gpu, Machine
 from ftd.model.spec import DenseSpec, ModelSpec, MoeSpec
 from ftd.units import MiB, format_bytes, format_count
 
@@ -46,6 +48,7 @@ class MemoryPlan:
     slots_bytes: int
     available_bytes: int
     limited_by: str
+    vram: vram.VramPlan | None = None  # None: the CPU device
 
     @property
     def kv_tokens(self) -> int:
@@ -56,39 +59,63 @@ class MemoryPlan:
         return sum(num_bytes for _, num_bytes, _ in self._rows())
 
     def _rows(self) -> list[tuple[str, int, str]]:
+        if self.vram:
+            return [
+                ("host pool", self.pool_bytes, f"{format_count(self.num_experts)} experts"),
+                ("headroom", self.headroom_bytes, "interpreter, libraries, requests"),
+            ]
         slots = f"{format_count(self.num_slots)} of {format_count(self.num_experts)} experts"
         return [
             ("dense weights", self.dense_bytes, "attention, norms, routers, embedding, head"),
             ("host pool", self.pool_bytes, f"{format_count(self.num_experts)} experts"),
             ("workspace", self.workspace_bytes, f"chunks of {self.prefill_chunk} tokens"),
-            (
-                "KV pool",
-                self.kv_bytes,
-                f"{format_count(self.kv_tokens)} tokens in {format_count(self.num_pages)} pages, "
-                f"context {format_count(self.context_tokens)}",
-            ),
+            ("KV pool", self.kv_bytes, self._kv_note()),
             ("expert slots", self.slots_bytes, slots if self.num_slots else "off"),
             ("headroom", self.headroom_bytes, "interpreter, libraries, requests"),
         ]
 
+    def _kv_note(self) -> str:
+        return (
+            f"{format_count(self.kv_tokens)} tokens in {format_count(self.num_pages)} pages, "
+            f"context {format_count(self.context_tokens)}"
+        )
+
     def table(self) -> str:
-        """The plan as people read it, a row for each use."""
-        ends = [
-            ("total", self.total_bytes, ""),
-            ("available", self.available_bytes, f"limited by {self.limited_by}"),
-        ]
-        lines = [
-            f"{name:<14}{num_bytes:>18,} B {format_bytes(num_bytes):>9}   {note}".rstrip()
-            for name, num_bytes, note in self._rows() + ends
-        ]
-        lines.insert(len(lines) - len(ends), "-" * 44)
-        return "\n".join(lines)
+        """The plan as people read it, a row for each use; the GPU's first."""
+        host = _table(
+            self._rows(), "available", self.available_bytes, f"limited by {self.limited_by}"
+        )
+        if self.vram is None:
+            return host
+        slots = vram.notes(self.num_slots, self.num_experts)
+        gpu = _table(
+            self.vram.rows(self._kv_note(), slots),
+            "budget",
+            self.vram.budget_bytes,
+            f"of {format_bytes(self.vram.gpu.total_bytes)}",
+        )
+        return f"{self.vram.gpu.name}\n{gpu}\n\nhost memory\n{host}"
+
+
+def _table(rows: list[tuple[str, int, str]], limit: str, limit_bytes: int, note: str) -> str:
+    ends = [("total", sum(num_bytes for _, num_bytes, _ in rows), ""), (limit, limit_bytes, note)]
+    lines = [
+        f"{name:<14}{num_bytes:>18,} B {format_bytes(num_bytes):>9}   {note}".rstrip()
+        for name, num_bytes, note in rows + ends
+    ]
+    lines.insert(len(rows), "-" * 44)
+    return "\n".join(lines)
 
 
 def plan_memory(
-    spec: ModelSpec, layout: ExpertLayout, dense_bytes: int, config: Config, machine: Machine
+    spec: ModelSpec,
+    layout: ExpertLayout,
+    dense_bytes: int,
+    config: Config,
+    machine: Machine,
+    gpu: Gpu | None = None,
 ) -> MemoryPlan:
-    """Divide the available memory.
+    """Divide the available memory, and the GPU's where one computes.
 
     Args:
         dense_bytes: of all weights that are no routed expert's, as stored.
@@ -97,7 +124,8 @@ def plan_memory(
         BudgetExceeded: it does not fit; the hint has the setting to change and to what.
         ConfigError: a number that this model cannot have, whatever the memory.
     """
-    return _Planner(_Needs.of(spec, layout, dense_bytes, config), config, machine).plan()
+    needs = _Needs.of(spec, layout, dense_bytes, config, gpu)
+    return _Planner(needs, config, machine, gpu).plan()
 
 
 def act_dtype(config: Config, spec: ModelSpec) -> Literal["bfloat16", "float32"]:
@@ -122,12 +150,16 @@ class _Needs:
     headroom_bytes: int
 
     @staticmethod
-    def of(spec: ModelSpec, layout: ExpertLayout, dense_bytes: int, config: Config) -> _Needs:
+    def of(
+        spec: ModelSpec, layout: ExpertLayout, dense_bytes: int, config: Config, gpu: Gpu | None
+    ) -> _Needs:
         mlps = [layer.mlp for layer in spec.layers]
         num_experts = sum(mlp.num_experts for mlp in mlps if isinstance(mlp, MoeSpec))
         pool_bytes = num_experts * layout.record_bytes
         act_bytes = 4 if act_dtype(config, spec) == "float32" else 2
-        chunk = PREFILL_CHUNK_TOKENS if config.prefill_chunk == "auto" else config.prefill_chunk
+        chunk = vram.PREFILL_CHUNK_TOKENS if gpu else PREFILL_CHUNK_TOKENS
+        if config.prefill_chunk != "auto":
+            chunk = config.prefill_chunk
         chunk = min(chunk, spec.context if config.context == "auto" else config.context)
         return _Needs(
             spec=spec,
@@ -153,12 +185,16 @@ class _Needs:
 
 
 class _Planner:
-    def __init__(self, needs: _Needs, config: Config, machine: Machine) -> None:
-        self.needs, self.config, self.machine = needs, config, machine
+    def __init__(
+        self, needs: _Needs, config: Config, machine: Machine, gpu: Gpu | None = None
+    ) -> None:
+        self.needs, self.config, self.machine, self.gpu = needs, config, machine, gpu
 
     def plan(self) -> MemoryPlan:
         self._refuse_impossible()
         needs, config = self.needs, self.config
+        if self.gpu:
+            return self._plan_gpu(self.gpu)
         budget = self._budget(self._free_beside_weights())
         pages = self._pages(budget)
         kv_bytes = pages * needs.page_bytes
@@ -182,6 +218,60 @@ class _Planner:
             limited_by=self.machine.limited_by,
         )
 
+    def _plan_gpu(self, gpu: Gpu) -> MemoryPlan:
+        """The host keeps the pool; everything else lies on the GPU."""
+        needs, config = self.needs, self.config
+        self._refuse_too_little(needs.pool_bytes, needs.pool_bytes + needs.headroom_bytes)
+        mlp = needs.spec.layers[needs.spec.moe_layers[0]].mlp
+        assert isinstance(mlp, MoeSpec)
+        rows = needs.chunk + config.max_running
+        # one result of each route, and the hidden states of its expert, in float32
+        routes = rows * mlp.experts_per_token * (needs.spec.hidden + 2 * mlp.inner) * 4
+        workspace = needs.workspace_bytes + routes
+        fixed = vram.OVERHEAD_BYTES + needs.dense_bytes + workspace
+        budget = vram.budget_bytes(config, gpu)
+        context = needs.spec.context if config.context == "auto" else config.context
+        found = vram.divide(
+            config,
+            room_bytes=budget - fixed,
+            fixed_bytes=fixed,
+            page_bytes=needs.page_bytes,
+            page_tokens=PAGE_TOKENS,
+            least_pages=_pages_for(MIN_CONTEXT_TOKENS if config.context == "auto" else context),
+            wanted_pages=config.max_running * _pages_for(min(context, MODERATE_TOKENS)),
+            record_bytes=needs.record_bytes,
+            experts_per_layer=mlp.num_experts,
+            num_experts=needs.num_experts,
+        )
+        kv_bytes = found.num_pages * needs.page_bytes
+        return MemoryPlan(
+            context_tokens=min(context, found.num_pages * PAGE_TOKENS),
+            page_tokens=PAGE_TOKENS,
+            num_pages=found.num_pages,
+            num_slots=found.num_slots,
+            num_experts=needs.num_experts,
+            prefill_chunk=needs.chunk,
+            dense_bytes=needs.dense_bytes,
+            pool_bytes=needs.pool_bytes,
+            workspace_bytes=workspace,
+            headroom_bytes=needs.headroom_bytes,
+            kv_bytes=kv_bytes,
+            slots_bytes=found.num_slots * needs.record_bytes,
+            available_bytes=self.machine.available_bytes,
+            limited_by=self.machine.limited_by,
+            vram=vram.VramPlan(
+                gpu,
+                budget,
+                vram.OVERHEAD_BYTES,
+                needs.dense_bytes,
+                workspace,
+                found.staging_records,
+                found.staging_records * needs.record_bytes,
+                kv_bytes,
+                found.num_slots * needs.record_bytes,
+            ),
+        )
+
     def _refuse_impossible(self) -> None:
         """Numbers that are wrong for this model on any machine."""
         context, slots = self.config.context, self.config.expert_slots
@@ -199,17 +289,21 @@ class _Planner:
             )
 
     def _free_beside_weights(self) -> int:
-        needs, available = self.needs, self.machine.available_bytes
-        least = needs.fixed_bytes + needs.least_kv_bytes
+        needs = self.needs
+        weights = needs.dense_bytes + needs.pool_bytes
+        self._refuse_too_little(weights, needs.fixed_bytes + needs.least_kv_bytes)
+        return self.machine.available_bytes - needs.fixed_bytes
+
+    def _refuse_too_little(self, weights: int, least: int) -> None:
+        available = self.machine.available_bytes
         if least > available:
             raise BudgetExceeded(
                 f"the model needs {format_bytes(least)} of memory "
-                f"({format_bytes(needs.dense_bytes + needs.pool_bytes)} of weights), "
+                f"({format_bytes(weights)} of weights), "
                 f"{format_bytes(available)} is available, limited by {self.machine.limited_by}",
                 hint=f"free or add {format_bytes(least - available)}, raise the memory limit of "
                 f"ftd so that {least} bytes are available, or serve a smaller model",
             )
-        return available - needs.fixed_bytes
 
     def _budget(self, free: int) -> int:
         """Bytes for KV and slots."""

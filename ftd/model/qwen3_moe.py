@@ -107,7 +107,7 @@ class Qwen3Moe:
     ) -> Decoder:
         dense = DenseWeights(weights, ops, dtype, spec.norm_eps)
         rope = spec.layers[0].attention.rope
-        rotary = Rotary(rope) if rope else None
+        rotary = Rotary(rope, dense.device) if rope else None
         layers = []
         for index, layer in enumerate(spec.layers):
             at = f"model.layers.{index}"

@@ -24,6 +24,7 @@ class DenseWeights:
         self._ops = ops
         self._dtype = dtype
         self._eps = eps
+        self.device = next(iter(tensors.values())).device
 
     def tensor(self, name: str) -> torch.Tensor:
         return self._tensors.pop(name)

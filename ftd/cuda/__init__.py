@@ -1,0 +1,1 @@
+"""The CUDA device: memory, the registered host pool, residency, captured graphs."""

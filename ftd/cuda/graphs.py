@@ -1,0 +1,152 @@
+"""A decode step as one captured graph for each batch size, from embedding to sampled tokens.
+
+Everything a step reads lies in buffers of fixed addresses: token ids, positions, page tables,
+temperatures, the experts' address table. A graph therefore outlives every change of batch, pages
+and residency. Rows that no sequence uses have position -1: they choose no expert (id -1), write
+their keys to the scratch page, and what they sample is not looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ftd.model.step import StepInput
+
+from .sampling import draw
+from .tables import Download, Fetched, Upload
+
+BATCHES = (1, 2, 4, 8)
+RUNS_BEFORE_CAPTURE = (
+    2  # runs before a capture: compiles kernels, and lets libraries take their workspace
+)
+
+Forward = Callable[[StepInput, torch.Tensor], torch.Tensor]  # step, active rows → logits [B, V]
+
+
+def batch_for(rows: int) -> int | None:
+    """The smallest graph that holds so many rows; None: too many for any."""
+    return next((batch for batch in BATCHES if batch >= rows), None)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRow:
+    """One sequence's part of a decode step."""
+
+    token: int
+    position: int
+    pages: Sequence[int]  # at least position // page_tokens + 1 of them
+    temperature: float
+    uniform: float  # in (0, 1)
+
+
+class DecodeInput:
+    """What a graph reads for its rows, as views of one block of bytes: one copy moves it."""
+
+    def __init__(self, batch: int, device: torch.device | str = "cpu") -> None:
+        self.block = torch.zeros(28 * batch, dtype=torch.uint8, device=device)
+        parts = self.block.split([8 * batch, 16 * batch, 4 * batch])
+        self.ids = parts[0].view(torch.int64)  # [B]
+        self.numbers = parts[1].view(torch.float64).view(2, batch)  # temperature, uniform
+        self.position = parts[2].view(torch.int32)  # [B], -1: not in use
+        self.position.fill_(-1)
+        self.numbers.fill_(0.5)
+
+    def fill(self, rows: Sequence[DecodeRow]) -> None:
+        """``rows`` first, unused rows after them."""
+        unused = len(self.ids) - len(rows)
+        self.ids.numpy()[:] = [r.token for r in rows] + [0] * unused
+        self.position.numpy()[:] = [r.position for r in rows] + [-1] * unused
+        numbers = self.numbers.numpy()
+        numbers[0] = [r.temperature for r in rows] + [0.0] * unused
+        numbers[1] = [r.uniform for r in rows] + [0.5] * unused
+
+
+def fill_pages(table: torch.Tensor, rows: Sequence[DecodeRow]) -> bool:
+    """Bring a page table [B, M] int32 up to date; False: it was."""
+    changed = False
+    for known, row in zip(table.numpy(), rows):
+        pages = np.asarray(row.pages, np.int32)
+        if not np.array_equal(known[: len(pages)], pages):
+            known[: len(pages)] = pages
+            changed = True
+    return changed
+
+
+class DecodeGraph:
+    """One batch size. On the CPU device ``forward`` is called where a graph would be replayed."""
+
+    def __init__(
+        self,
+        batch: int,
+        most_pages: int,
+        page_tokens: int,
+        scratch_page: int,
+        device: torch.device,
+        forward: Forward,
+        routed: torch.Tensor | None,  # [L, B, K] int32: what forward leaves of the routing
+    ) -> None:
+        self.batch = batch
+        self._page_tokens, self._scratch_page = page_tokens, scratch_page
+        self._forward = forward
+        self._host = DecodeInput(batch)
+        self._input = DecodeInput(batch, device)
+        self._send = Upload(self._input.block)
+        self._host_table = torch.zeros(batch, most_pages, dtype=torch.int32)
+        self._table = self._host_table.to(device)
+        self._send_table = Upload(self._table)
+        self._sequence = torch.arange(batch, dtype=torch.int32, device=device)
+        self._rows = torch.arange(batch, device=device)
+        self._routed = routed
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._step()
+        self._results = self._download()
+
+    def capture(self, pool: Any | None, stream: torch.cuda.Stream) -> Any:
+        """Capture on ``stream`` into the memory ``pool`` of the graphs before; returns the pool."""
+        with torch.cuda.stream(stream):
+            for _ in range(RUNS_BEFORE_CAPTURE):
+                self._step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            self._step()
+        self._graph = graph
+        self._results = self._download()
+        return graph.pool()
+
+    def launch(self, rows: Sequence[DecodeRow]) -> Fetched:
+        """Queue a step; what it fetches: tokens [B], finite [B], and the routing [L, B, K]."""
+        self._host.fill(rows)
+        self._send.send(self._host.block)
+        if fill_pages(self._host_table, rows):
+            self._send_table.send(self._host_table)
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self._step()
+            self._results = self._download()  # of tensors that are new each time
+        return self._results.fetch()
+
+    def _download(self) -> Download:
+        return Download(
+            [self.tokens, self.finite, *([] if self._routed is None else [self._routed])]
+        )
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        position, table = self._input.position, self._table
+        active = position >= 0
+        position = position.clamp(min=0)  # an unused row sees one key, whatever it is
+        at = position.long()
+        page = table.gather(1, (at // self._page_tokens)[:, None])[:, 0].long()
+        page = torch.where(active, page, self._scratch_page)
+        place = page * self._page_tokens + at % self._page_tokens
+        step = StepInput(self._input.ids, position, self._sequence, place, table, self._rows)
+        self.logits = self._forward(step, active)  # [B, V]
+        temperature, uniform = self._input.numbers.unbind(0)
+        self.tokens, self.finite = draw(self.logits, temperature.float(), uniform)

@@ -1,0 +1,174 @@
+"""Device memory whose addresses stay while its size changes: reserved ranges, mapped in chunks.
+
+Expert slots and KV pages each live in such a range; all chunks are of one size, so a chunk that one
+range gives up serves another without being released. Without ``cuda.bindings`` a range is an
+ordinary allocation of its full size: everything works, only resizing does not give memory back.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from ftd.errors import BudgetExceeded, EngineFailed
+from ftd.units import MiB, format_bytes
+
+from .driver import available, call, driver, tensor_at
+
+CHUNK_BYTES = 2 * MiB  # the granularity of every GPU so far: no range wastes more
+
+
+def round_up(num_bytes: int, unit: int = CHUNK_BYTES) -> int:
+    return -(-num_bytes // unit) * unit
+
+
+class DeviceRange(Protocol):
+    address: int
+
+    @property
+    def mapped_bytes(self) -> int: ...
+
+    def resize(self, num_bytes: int) -> None:
+        """Map at least the first ``num_bytes``. No kernel may use what goes away."""
+        ...
+
+    def bytes(self) -> torch.Tensor:
+        """[mapped_bytes] uint8: valid until the range shrinks or closes."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class DeviceMemory:
+    """Gives out ranges on one device and keeps the chunks that are not mapped at the moment."""
+
+    def __init__(self, device: torch.device, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self.device = device
+        self.chunk_bytes = chunk_bytes
+        self._spare: list[object] = []
+        self.elastic = device.type == "cuda" and available()
+        if self.elastic:
+            cu = driver()
+            torch.cuda.current_stream(device)  # makes the context that the driver calls need
+            self._properties = cu.CUmemAllocationProp()
+            self._properties.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+            self._properties.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+            self._properties.location.id = device.index or 0
+            self._access = cu.CUmemAccessDesc()
+            self._access.location = self._properties.location
+            self._access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+
+    def reserve(self, max_bytes: int, num_bytes: int) -> DeviceRange:
+        """Address space for ``max_bytes``, of which ``num_bytes`` are backed by memory.
+
+        Raises:
+            BudgetExceeded: the device has no more memory.
+        """
+        if not self.elastic:
+            return _PlainRange(self.device, num_bytes)
+        return _MappedRange(self, max_bytes, num_bytes)
+
+    def take(self) -> object:
+        if self._spare:
+            return self._spare.pop()
+        cu = driver()
+        code, handle = cu.cuMemCreate(self.chunk_bytes, self._properties, 0)
+        if code == cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            raise _exhausted(self.chunk_bytes, self.device)
+        if int(code) != 0:
+            raise EngineFailed(f"cuMemCreate failed: {code.name}")
+        return handle
+
+    def give(self, handle: object) -> None:
+        self._spare.append(handle)
+
+    def trim(self) -> None:
+        """Give spare chunks back to the driver."""
+        cu = driver()
+        while self._spare:
+            call(cu.cuMemRelease, self._spare.pop())
+
+    def allow(self, address: int, num_bytes: int) -> None:
+        call(driver().cuMemSetAccess, address, num_bytes, [self._access], 1)
+
+
+class _MappedRange:
+    def __init__(self, memory: DeviceMemory, max_bytes: int, num_bytes: int) -> None:
+        self._memory = memory
+        self._chunks: list[object] = []
+        self._max_bytes = round_up(max(max_bytes, num_bytes, 1), memory.chunk_bytes)
+        self._reserved = call(driver().cuMemAddressReserve, self._max_bytes, 0, 0, 0)
+        self.address = int(self._reserved)
+        try:
+            self.resize(num_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def mapped_bytes(self) -> int:
+        return len(self._chunks) * self._memory.chunk_bytes
+
+    def resize(self, num_bytes: int) -> None:
+        cu, size = driver(), self._memory.chunk_bytes
+        assert num_bytes <= self._max_bytes, (num_bytes, self._max_bytes)
+        chunks, first = -(-num_bytes // size), len(self._chunks)
+        while len(self._chunks) < chunks:
+            handle = self._memory.take()
+            call(cu.cuMemMap, self.address + len(self._chunks) * size, size, 0, handle, 0)
+            self._chunks.append(handle)
+        if chunks > first:
+            self._memory.allow(self.address + first * size, (chunks - first) * size)
+        while len(self._chunks) > chunks:
+            handle = self._chunks.pop()
+            call(cu.cuMemUnmap, self.address + len(self._chunks) * size, size)
+            self._memory.give(handle)
+
+    def bytes(self) -> torch.Tensor:
+        return tensor_at(self.address, self.mapped_bytes, self._memory.device)
+
+    def close(self) -> None:
+        """Unmap, and free the address space. Idempotent."""
+        if self._max_bytes:
+            self.resize(0)
+            self._memory.trim()
+            call(driver().cuMemAddressFree, self._reserved, self._max_bytes)
+            self._max_bytes = 0
+
+
+class _PlainRange:
+    """An ordinary allocation: cannot grow, and gives memory back only when it is closed."""
+
+    def __init__(self, device: torch.device, num_bytes: int) -> None:
+        try:
+            self._bytes = torch.empty(max(1, num_bytes), dtype=torch.uint8, device=device)
+        except torch.cuda.OutOfMemoryError as e:
+            raise _exhausted(num_bytes, device) from e
+        self.address = self._bytes.data_ptr()
+
+    @property
+    def mapped_bytes(self) -> int:
+        return len(self._bytes)
+
+    def resize(self, num_bytes: int) -> None:
+        if num_bytes > self.mapped_bytes:
+            raise BudgetExceeded(
+                f"{format_bytes(num_bytes)} are asked for, {format_bytes(self.mapped_bytes)} were "
+                "taken at the start",
+                hint="install cuda-bindings, then memory can grow while ftd runs",
+            )
+
+    def bytes(self) -> torch.Tensor:
+        return self._bytes
+
+    def close(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+
+def _exhausted(num_bytes: int, device: torch.device) -> BudgetExceeded:
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    return BudgetExceeded(
+        f"the GPU refuses {format_bytes(num_bytes)} more, {format_bytes(free)} of it is free",
+        hint="lower --vram, or end what else uses the GPU",
+    )

@@ -1,0 +1,407 @@
+"""Where every expert is while the GPU computes: a slot in its memory, or the registered host pool.
+
+Kernels take an address table [L, E]. An entry is the expert's slot, or its record in host memory,
+which the same kernel reads over the link; so a miss needs no slot and no wait, and residency is
+nothing but the table. The host is its only writer: it learns afterwards what steps used, decides at
+the safe point, and replaces the table in stream order.
+
+    decode    captured; reads the table, leaves its routing in a log that the host reads later
+    prefill   eager; waits for the routing of each layer, brings the union of missed experts over
+              the link by DMA, the most used into slots, the next into a staging area, and leaves
+              the rest, whose few tokens make a read in place as cheap, where they are
+
+A slot is written by the copy stream only after every step launched before has ended, and named in
+the table only after the copy has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from ftd.experts import policy
+from ftd.experts.host_pool import HostPool
+from ftd.experts.runtime import DECODE_TOKENS, ExpertCounters, ResidencyMap
+from ftd.experts.slots import EMPTY, SlotTable
+from ftd.experts.split import Allowance
+from ftd.experts.trace import TraceRecorder
+from ftd.kernels.formats import ExpertLayout
+from ftd.kernels.ops import Ops
+from ftd.model.spec import ModelSpec, MoeSpec
+
+from .memory import DeviceMemory
+from .tables import Marker, Upload, on_stream
+
+# A miss of a decode step is read over the link; bringing it into a slot costs one more read of it.
+LINK_ALLOWANCE = Allowance(fills=2.0, cost_misses=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    key: int
+    landed: Marker
+
+
+class CudaExperts:
+    """``ftd.model.architecture.Experts`` on the GPU. Owned by the engine thread.
+
+    Args:
+        num_staging: records of the staging area for prefill.
+        pinned: the pool is registered. If not, kernels cannot read it: missed experts always go
+            through the staging area, in several passes where it is too small.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layout: ExpertLayout,
+        host_pool: HostPool,
+        ops: Ops,
+        memory: DeviceMemory,
+        *,
+        num_slots: int,
+        num_staging: int,
+        pinned: bool = True,
+        allowance: Allowance = LINK_ALLOWANCE,
+        tuning: policy.Tuning | None = None,
+    ) -> None:
+        mlp = spec.layers[spec.moe_layers[0]].mlp
+        assert isinstance(mlp, MoeSpec)
+        self.layers, self.num_experts = spec.moe_layers, mlp.num_experts
+        self.experts_per_token = mlp.experts_per_token
+        self.pinned = pinned
+        self._row = {layer: row for row, layer in enumerate(self.layers)}
+        self._layout, self._pool, self._ops = layout, host_pool, ops
+        self._allowance, self._tuning = allowance, tuning or policy.Tuning()
+        self._host = np.stack([host_pool.addresses(layer).numpy() for layer in self.layers])
+        self._address = self._host.copy()  # [L, E] int64, what steps launched from now on will see
+        self._moe_experts = self._host.size
+        device = memory.device
+        self._device = device
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._table_of_step = Upload(torch.from_numpy(self._address).to(device, copy=True))
+        self._table_of_pass = Upload(torch.from_numpy(self._host[0]).to(device, copy=True))
+        record = layout.record_bytes
+        self._slots = memory.reserve(self._moe_experts * record, num_slots * record)
+        self._staging = memory.reserve(max(1, num_staging) * record, num_staging * record)
+        self._num_staging = num_staging
+        self._staged = Marker(device)  # the last layer that read the staging area
+        self._records = self._host_records()
+        self._slot_bytes, self._staging_bytes = self._slots.bytes(), self._staging.bytes()
+        self._table = SlotTable(len(self.layers), self.num_experts, num_slots)
+        self._state = policy.new_state(len(self.layers), self.num_experts, mlp.experts_per_token)
+        self._plan = self._decide(np.zeros(self._host.shape, bool), 0)
+        self._fills: list[Fill] = []
+        self._dirty = False  # the table on the device lags behind
+        self._uses = np.zeros(self._host.shape, np.int32)
+        self._num_tokens = 0
+        self._step = ExpertCounters()  # of the running step
+        self._counters = ExpertCounters(slots_total=num_slots)
+        self._trace: TraceRecorder | None = None
+
+    @property
+    def all_resident(self) -> bool:
+        return self._table.num_used == self._moe_experts
+
+    def table_rows(self) -> torch.Tensor:
+        """[L, E] int64 on the device, at a fixed address: what captured steps read."""
+        return self._table_of_step.device_tensor
+
+    def fill_slots(self) -> None:
+        """Fill all slots at the start, evenly over the layers: any expert is better than none."""
+        order = np.arange(self._moe_experts).reshape(len(self.layers), -1).T.ravel()
+        for key in order[: self._table.num_slots].tolist():
+            self._start_fill(key)
+        for fill in self._fills:
+            fill.landed.wait()
+        self._land()
+        self._publish()
+
+    # ---- a prefill, layer by layer ----
+
+    def forward(
+        self,
+        layer: int,  # among all layers
+        x: torch.Tensor,  # [T, H] act
+        ids: torch.Tensor,  # [T, K] int32, -1: not in use
+        weights: torch.Tensor,  # [T, K] float32
+    ) -> torch.Tensor:  # [T, H] float32
+        row = self._row[layer]
+        table = self._table_of_step.device_tensor
+        if self.all_resident and self._trace is None:
+            return self._ops.moe(x, ids, weights, table[row], self._layout)
+        chosen = ids.cpu().numpy()  # waits: what to bring depends on it
+        if self._trace is not None:
+            self._trace.add(row, chosen)
+        counts = np.bincount(chosen[chosen >= 0], minlength=self.num_experts)
+        used = np.flatnonzero(counts)
+        missed = used[self._table.residency[row, used] == EMPTY]
+        self._uses[row] += counts
+        self._num_tokens = max(self._num_tokens, len(chosen))
+        step = self._step
+        self._step = replace(
+            step,
+            hits=step.hits + len(used) - len(missed),
+            misses=step.misses + len(missed),
+            fetched=step.fetched + len(missed),
+        )
+        if not len(missed):
+            return self._ops.moe(x, ids, weights, table[row], self._layout)
+        return self._with_missed(row, x, ids, weights, counts, missed)
+
+    def _with_missed(
+        self,
+        row: int,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        counts: np.ndarray,  # [E] tokens of each expert
+        missed: np.ndarray,
+    ) -> torch.Tensor:
+        address = self._address[row].copy()
+        begun = Marker(self._device)
+        begun.mark()
+        begun.hold(self._copies)  # slots given up and the staging area may be in use before here
+        admitted = self._admit(row, missed) if self._num_tokens > DECODE_TOKENS else ()
+        for expert in admitted:
+            address[expert] = self._slots.address + self._start_fill(
+                row * self.num_experts + expert
+            )
+        rest = [e for e in policy.in_order(missed, counts[missed]).tolist() if e not in admitted]
+        passes = [rest[: self._num_staging]]
+        if not self.pinned:
+            size = self._num_staging
+            passes = [rest[at : at + size] for at in range(0, len(rest), size)] or [[]]
+        y: torch.Tensor | None = None
+        for i, staged in enumerate(passes):
+            landed = self._stage(row, staged)
+            address[staged] = self._staging.address + self._layout.record_bytes * np.arange(
+                len(staged)
+            )
+            landed.hold(torch.cuda.current_stream(self._device) if self._copies else None)
+            self._table_of_pass.send(torch.from_numpy(address))
+            now = ids if len(passes) == 1 else self._only(ids, rest, staged, first=i == 0)
+            part = self._ops.moe(x, now, weights, self._table_of_pass.device_tensor, self._layout)
+            y = part if y is None else y + part
+            if i + 1 < len(passes):
+                begun.mark()
+                begun.hold(self._copies)
+        assert y is not None
+        return y
+
+    def _only(
+        self, ids: torch.Tensor, rest: list[int], staged: list[int], *, first: bool
+    ) -> torch.Tensor:
+        """Routes of one pass: its staged experts, and with the first all that need no staging."""
+        later = torch.tensor(sorted(set(rest) - set(staged)), device=ids.device)
+        if first:
+            return ids.masked_fill(torch.isin(ids, later), -1)
+        here = torch.isin(ids, torch.tensor(staged, device=ids.device))
+        return ids.masked_fill(~here, -1)
+
+    def _stage(self, row: int, experts: Sequence[int]) -> Marker:
+        size = self._layout.record_bytes
+        with on_stream(self._copies):
+            for place, expert in enumerate(experts):
+                target = self._staging_bytes[place * size : (place + 1) * size]
+                target.copy_(self._records[row][expert], non_blocking=True)
+            landed = Marker(self._device)
+            landed.mark()
+        return landed
+
+    def _admit(self, row: int, missed: np.ndarray) -> tuple[int, ...]:
+        """The most valuable misses of a prompt's layer, at the cost of layers that have passed."""
+        steps = policy.prefill_steps(self._tuning, self._num_tokens)
+        rate = self._uses[row] / self._num_tokens
+        values = self._plan.value
+        values[row] = policy.value_after(self._state, self._tuning, row, rate, steps)
+        filling = [
+            k % self.num_experts for k in self._table.filling if k // self.num_experts == row
+        ]
+        missed = np.setdiff1d(missed, filling)  # these are on their way already
+        hottest = policy.in_order(missed, values[row, missed])
+        num_free = self._table.num_free
+        behind = np.flatnonzero(self._table.residency[:row] != EMPTY)
+        waiting = hottest[num_free:]
+        victims = policy.in_order(behind, -values.ravel()[behind])[: len(waiting)]
+        swaps = policy.num_swaps(values[row, waiting], values.ravel()[victims], self._tuning)
+        for victim in victims[:swaps].tolist():
+            self._evict(victim)
+        return tuple(hottest[: num_free + swaps].tolist())
+
+    # ---- between steps ----
+
+    def routed(self, log: np.ndarray) -> None:
+        """Take in what a decode step has used: [L, B, K] int32, -1 in rows not in use."""
+        for row, ids in enumerate(log):
+            ids = ids[ids[:, 0] >= 0]
+            if self._trace is not None:
+                self._trace.add(row, ids)
+            self._uses[row] += np.bincount(ids.ravel(), minlength=self.num_experts)
+            self._num_tokens = max(self._num_tokens, len(ids))
+        used = self._uses > 0
+        missed = used & (self._table.residency == EMPTY)
+        misses = int(np.count_nonzero(missed))
+        self._step = replace(
+            self._step, hits=int(np.count_nonzero(used)) - misses, misses=misses, fetched=misses
+        )
+
+    def safe_point(self) -> None:
+        """The last step was good: take note of what it used, and change residency for the next."""
+        if self._trace is not None:
+            self._trace.commit_step()
+        if not self._num_tokens:
+            return
+        used = self._uses > 0
+        if self._num_tokens > DECODE_TOKENS:
+            steps = policy.prefill_steps(self._tuning, self._num_tokens)
+            policy.observe(self._state, self._tuning, self._uses / self._num_tokens, steps)
+        else:
+            policy.observe(self._state, self._tuning, used)
+        landed = self._land()
+        if not self.all_resident:
+            self._plan = self._decide(used, 0)
+            self._carry_out(self._plan)
+        elif self._dirty:
+            self._publish()
+        self._count(landed)
+        self._begin_step()
+
+    def abandon_step(self) -> None:
+        """The step failed: nothing it used counts. What it copied is whole, and stays."""
+        if self._trace is not None:
+            self._trace.drop_step()
+        if self._dirty:
+            self._publish()
+        self._begin_step()
+
+    def _decide(self, used: np.ndarray, wanted: int) -> policy.Plan:
+        table = self._table
+        return policy.plan(
+            self._state, self._tuning, table.residency != EMPTY, used, table.num_free, wanted,
+            self._allowance,
+        )  # fmt: skip
+
+    def _carry_out(self, plan: policy.Plan) -> None:
+        filling = set(self._table.filling)
+        fills = [key for key in plan.fill.tolist() if key not in filling]
+        for key in plan.evict.tolist():
+            self._evict(key)
+        fills = fills[: self._table.num_free]
+        if self._dirty:
+            self._publish()
+        if fills:
+            begun = Marker(self._device)
+            begun.mark()  # behind every step launched so far, and behind the table without victims
+            begun.hold(self._copies)
+            for key in fills:
+                self._start_fill(key)
+
+    def _start_fill(self, key: int) -> int:
+        """Queue the copy of a record into a free slot; returns the slot's offset in bytes."""
+        row, expert = divmod(key, self.num_experts)
+        start = self._table.take(key) * self._layout.record_bytes
+        with on_stream(self._copies):
+            target = self._slot_bytes[start : start + self._layout.record_bytes]
+            target.copy_(self._records[row][expert], non_blocking=True)
+            landed = Marker(self._device)
+            landed.mark()
+        self._fills.append(Fill(key, landed))
+        return start
+
+    def _land(self) -> int:
+        """Make resident what has arrived, in the order in which it was asked for."""
+        landed = 0
+        for fill in self._fills:
+            if not fill.landed.passed():
+                break
+            slot = self._table.commit(fill.key)
+            address = self._slots.address + slot * self._layout.record_bytes
+            self._address.reshape(-1)[fill.key] = address
+            self._dirty = True
+            landed += 1
+        del self._fills[:landed]
+        return landed
+
+    def _evict(self, key: int) -> None:
+        self._table.evict(key)
+        self._address.reshape(-1)[key] = self._host.reshape(-1)[key]
+        self._step = replace(self._step, evicted=self._step.evicted + 1)
+        self._dirty = True
+
+    def _publish(self) -> None:
+        self._table_of_step.send(torch.from_numpy(self._address))
+        self._dirty = False
+
+    def _begin_step(self) -> None:
+        self._uses.fill(0)
+        self._num_tokens = 0
+        self._step = ExpertCounters()
+
+    def _host_records(self) -> list[list[torch.Tensor]]:
+        return [
+            [torch.from_numpy(self._pool.record(layer, e)) for e in range(self.num_experts)]
+            for layer in self.layers
+        ]
+
+    # ---- what others see ----
+
+    def _count(self, landed: int) -> None:
+        was, step = self._counters, self._step
+        self._counters = ExpertCounters(
+            hits=was.hits + step.hits,
+            misses=was.misses + step.misses,
+            fetched=was.fetched + step.fetched,
+            evicted=was.evicted + step.evicted,
+            fills=was.fills + landed,
+            fill_bytes=was.fill_bytes + landed * self._layout.record_bytes,
+            slots_total=self._table.num_slots,
+            slots_used=self._table.num_used,
+        )
+
+    def counters(self) -> ExpertCounters:
+        """As of the last safe point; from any thread."""
+        return self._counters
+
+    def residency_map(self) -> ResidencyMap:
+        """A copy, at a safe point."""
+        value = policy.value(self._state, self._tuning)
+        return ResidencyMap(self.layers, self._table.residency.copy(), value)
+
+    def record_trace(self, recorder: TraceRecorder | None) -> None:
+        """Record the routing of the steps from here on, at a safe point. None: stop."""
+        self._trace = recorder
+
+    def close(self) -> None:
+        """Give the slots' memory back; nothing may run any more. Idempotent."""
+        if self._copies is not None:
+            torch.cuda.synchronize(self._device)
+        self._records.clear()
+        self._slot_bytes = self._staging_bytes = torch.empty(0, dtype=torch.uint8)
+        self._slots.close()
+        self._staging.close()
+
+
+class CapturedExperts:
+    """The experts of a captured decode step: reads the table, leaves the routing in ``log``."""
+
+    def __init__(self, experts: CudaExperts, batch: int) -> None:
+        self._experts = experts
+        self._rows = {layer: row for row, layer in enumerate(experts.layers)}
+        shape = (len(experts.layers), batch, experts.experts_per_token)
+        table = experts.table_rows()
+        self.log = torch.full(shape, -1, dtype=torch.int32, device=table.device)
+        self.active = torch.zeros(batch, dtype=torch.bool, device=table.device)  # set by the step
+        self._none = torch.tensor(-1, dtype=torch.int32, device=table.device)
+
+    def forward(
+        self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        row, experts = self._rows[layer], self._experts
+        torch.where(self.active[:, None], ids, self._none, out=self.log[row])
+        return experts._ops.moe(
+            x, self.log[row], weights, experts.table_rows()[row], experts._layout
+        )

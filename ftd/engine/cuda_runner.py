@@ -1,0 +1,174 @@
+"""Steps on the GPU: decode as captured graphs, everything else launched operation by operation.
+
+A row that asks for no more than a temperature is drawn from on the device, inside the graph; logits
+of the others are copied and drawn from as on the CPU device. One wait a step, for the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ftd.cuda.graphs import BATCHES, DecodeGraph, DecodeRow, batch_for
+from ftd.cuda.kv import CudaKvCache
+from ftd.cuda.residency import CapturedExperts, CudaExperts
+from ftd.cuda.sampling import draw
+from ftd.cuda.tables import Fetched
+from ftd.engine.batch import Span, pack
+from ftd.engine.philox import uniform
+from ftd.engine.runner import Drawn, drawing, ends_of
+from ftd.engine.sampling import Draw, Sampler, SamplingState
+from ftd.model.architecture import Experts, Model
+from ftd.model.step import StepInput
+
+
+class CudaRunner:
+    """
+    Args:
+        experts: of which captured steps read the address table.
+        most_pages: of one sequence: what a graph's page table holds.
+        capture: False where kernels cannot read the host pool: every step is then eager.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kv: CudaKvCache,
+        experts: CudaExperts,
+        device: torch.device,
+        most_pages: int,
+        *,
+        capture: bool = True,
+    ) -> None:
+        self._model, self._kv, self._experts, self._device = model, kv, experts, device
+        self._most_pages, self._capture = most_pages, capture
+        self._sampler = Sampler(model.spec.vocab)
+        self._graphs: dict[int, DecodeGraph] = {}
+
+    def warm_up(self, progress: Callable[[int, int], None]) -> None:
+        """Capture a graph for each batch size; compiles what is not in the cache on disk."""
+        if not self._capture:
+            return
+        stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        pool = None
+        for done, batch in enumerate(reversed(BATCHES)):  # the largest first: its memory serves all
+            progress(done, len(BATCHES))
+            graph = self._graphs[batch] = self._new_graph(batch)
+            if stream is not None:
+                pool = graph.capture(pool, stream)
+        progress(len(BATCHES), len(BATCHES))
+
+    def _new_graph(self, batch: int) -> DecodeGraph:
+        experts = CapturedExperts(self._experts, batch)
+
+        def forward(step: StepInput, active: torch.Tensor) -> torch.Tensor:
+            experts.active = active
+            return self._model.forward(step, self._kv, experts)
+
+        return DecodeGraph(
+            batch,
+            self._most_pages,
+            self._kv.page_tokens,
+            self._kv.scratch_page,
+            self._device,
+            forward,
+            experts.log,
+        )
+
+    def run(
+        self, spans: Sequence[Span], sampling: Sequence[SamplingState | None], experts: Experts
+    ) -> CudaResult:
+        batch = batch_for(len(spans))
+        decode = all(span.count == 1 and s is not None for span, s in zip(spans, sampling))
+        if decode and batch in self._graphs:
+            return self._replay(self._graphs[batch], spans, sampling)
+        return self._eager(spans, sampling, experts)
+
+    def _replay(
+        self, graph: DecodeGraph, spans: Sequence[Span], sampling: Sequence[SamplingState | None]
+    ) -> CudaResult:
+        states, positions = drawing(spans, sampling)
+        rows = [
+            DecodeRow(span.ids[0], span.begin, span.pages, *_draw_with(state, position))
+            for span, state, position in zip(spans, states, positions)
+        ]
+        fetched = graph.launch(rows)
+        return CudaResult(
+            self._sampler, states, positions, fetched, graph.logits[: len(spans)], None,
+            self._experts,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def _eager(
+        self, spans: Sequence[Span], sampling: Sequence[SamplingState | None], experts: Experts
+    ) -> CudaResult:
+        step = pack(spans, self._kv.page_tokens)
+        step = StepInput(*(getattr(step, f).to(self._device) for f in StepInput.__slots__))
+        logits = self._model.forward(step, self._kv, experts)
+        states, positions = drawing(spans, sampling)
+        ends = ends_of(spans, sampling)
+        drawn = None
+        if ends:
+            numbers = [_draw_with(state, p) for state, p in zip(states, positions)]
+            temperature, u = torch.tensor(numbers, dtype=torch.float64).to(self._device).unbind(1)
+            drawn = draw(logits[ends], temperature.float(), u)
+        return CudaResult(self._sampler, states, positions, drawn, logits, ends, None)
+
+
+def _draw_with(state: SamplingState, position: int) -> tuple[float, float]:
+    temperature = state.sampling.temperature
+    return temperature, uniform(state.seed, position) if temperature else 0.5
+
+
+def on_device(state: SamplingState) -> bool:
+    """The device's draw is all this row needs."""
+    s = state.sampling
+    plain = s.top_k == 0 and s.top_p >= 1 and s.min_p == 0
+    return s.logprobs is None and not state.changes_logits and (plain or s.temperature == 0)
+
+
+class CudaResult:
+    """
+    Args:
+        drawn: tokens and whether each row is finite, of a captured step also its routing.
+        ends: rows of ``logits`` that ``drawn`` belongs to; None: all, in order.
+        experts: told the routing of a captured step.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        states: Sequence[SamplingState],
+        positions: Sequence[int],
+        drawn: Fetched | tuple[torch.Tensor, torch.Tensor] | None,
+        logits: torch.Tensor,
+        ends: Sequence[int] | None,
+        experts: CudaExperts | None,
+    ) -> None:
+        self._sampler, self._states, self._positions = sampler, states, positions
+        self._drawn, self._logits, self._ends, self._experts = drawn, logits, ends, experts
+
+    def logits(self) -> torch.Tensor:
+        return self._logits.cpu()
+
+    def draws(self) -> Drawn:
+        if self._drawn is None:
+            return []
+        if isinstance(self._drawn, Fetched):
+            tokens, finite, routing = self._drawn.get()
+            assert self._experts is not None
+            self._experts.routed(routing.numpy())
+        else:
+            tokens, finite = (t.cpu() for t in self._drawn)
+        drawn: Drawn = []
+        found = zip(self._states, self._positions, tokens.tolist(), finite.tolist())
+        for i, (state, position, token, is_finite) in enumerate(found):
+            if is_finite and on_device(state):
+                state.add(token)
+                drawn.append(Draw(token))
+            else:
+                row = i if self._ends is None else self._ends[i]
+                logits = self._logits[row : row + 1].cpu()
+                drawn += self._sampler.sample(logits, [state], [position])
+        return drawn

@@ -1,0 +1,136 @@
+"""Who gets how much of the GPU's memory: pure, a part of ``ftd.memory.plan``.
+
+``--vram`` is everything the driver shows for the process: context and libraries, dense weights,
+workspace of a step, staging for prefill, KV, and expert slots with whatever is left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NoReturn
+
+from ftd.config import Config, flag
+from ftd.errors import BudgetExceeded
+from ftd.memory.machine import Gpu
+from ftd.units import GiB, MiB, format_bytes, format_count
+
+# Context, code of all kernels, library handles, graphs: measured on the H200 machine, CUDA 13.
+OVERHEAD_BYTES = 1024 * MiB
+PREFILL_CHUNK_TOKENS = 2048  # any chunk brings most experts over the link: rather few large ones
+SPARE_BYTES = 512 * MiB  # left to the desktop and others where nobody gave a budget
+SPARE_SHARE = 0.03
+KV_SHARE = 0.25  # of what KV and slots may have, for a pool that nobody sized
+STAGING_SHARE = 0.12  # of the same, at most, for the staging area
+
+
+@dataclass(frozen=True, slots=True)
+class VramPlan:
+    """The GPU's side of a ``MemoryPlan``: bytes, which add up to no more than the budget."""
+
+    gpu: Gpu
+    budget_bytes: int
+    overhead_bytes: int
+    dense_bytes: int
+    workspace_bytes: int
+    staging_records: int
+    staging_bytes: int
+    kv_bytes: int
+    slots_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(num_bytes for _, num_bytes, _ in self.rows("", ""))
+
+    def rows(self, kv_note: str, slots_note: str) -> list[tuple[str, int, str]]:
+        return [
+            ("CUDA", self.overhead_bytes, "context, kernels, library handles, graphs"),
+            ("dense weights", self.dense_bytes, "attention, norms, routers, embedding, head"),
+            ("workspace", self.workspace_bytes, "of one step"),
+            ("staging", self.staging_bytes, f"{self.staging_records} experts on their way"),
+            ("KV pool", self.kv_bytes, kv_note),
+            ("expert slots", self.slots_bytes, slots_note),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """What is left for KV, staging and slots, and how it is divided."""
+
+    num_pages: int
+    num_slots: int
+    staging_records: int
+
+
+def budget_bytes(config: Config, gpu: Gpu) -> int:
+    """What the process may take of the GPU.
+
+    Raises:
+        BudgetExceeded: more than the GPU has free.
+    """
+    if config.vram is None:
+        return gpu.free_bytes - max(SPARE_BYTES, int(SPARE_SHARE * gpu.total_bytes))
+    budget = config.vram.of(gpu.total_bytes)
+    if budget > gpu.free_bytes:
+        raise BudgetExceeded(
+            f"{config.named('vram')}: {format_bytes(budget)}, of which {gpu.name} has "
+            f"{format_bytes(gpu.free_bytes)} free",
+            hint=f"use {flag('vram')} {gpu.free_bytes} or less, or end what else uses the GPU",
+        )
+    return budget
+
+
+def divide(
+    config: Config,
+    *,
+    room_bytes: int,
+    fixed_bytes: int,
+    page_bytes: int,
+    page_tokens: int,
+    least_pages: int,  # for the shortest context worth serving, or the one asked for
+    wanted_pages: int,  # for all that may run, if there is plenty
+    record_bytes: int,
+    experts_per_layer: int,
+    num_experts: int,
+) -> Division:
+    """Divide ``room_bytes``: explicit numbers win, then all experts, then KV by its share.
+
+    Raises:
+        BudgetExceeded: even the least does not fit.
+    """
+    asked = None if config.expert_slots == "auto" else config.expert_slots
+    if config.kv_tokens != "auto":
+        pages = -(-config.kv_tokens // page_tokens)
+    else:
+        left = room_bytes - (asked or 0) * record_bytes
+        spare = room_bytes - num_experts * record_bytes  # beside a model that fits as a whole
+        share = max(int(KV_SHARE * left), spare if asked is None else 0)
+        pages = max(least_pages, min(wanted_pages, share // page_bytes))
+    left = room_bytes - pages * page_bytes
+    if left < (asked or 0) * record_bytes:
+        _refuse(config, room_bytes + fixed_bytes, fixed_bytes, pages * page_bytes,
+                (asked or 0) * record_bytes)  # fmt: skip
+    if (num_experts if asked is None else asked) == num_experts <= left // record_bytes:
+        return Division(pages, num_experts, 0)  # nothing is ever missed
+    most = min(int(STAGING_SHARE * left), left - (asked or 0) * record_bytes)
+    staging = max(0, min(experts_per_layer, most // record_bytes))
+    if asked is not None:
+        return Division(pages, asked, staging)
+    return Division(pages, min(num_experts, left // record_bytes - staging), staging)
+
+
+def _refuse(config: Config, budget: int, fixed: int, kv: int, slots: int) -> NoReturn:
+    parts = f"{format_bytes(fixed)} beside KV and slots, {format_bytes(kv)} of KV"
+    if slots:
+        parts += f", {format_bytes(slots)} of expert slots"
+    need = fixed + kv + slots
+    raise BudgetExceeded(
+        f"the GPU needs {format_bytes(need)} ({parts}), {format_bytes(budget)} is its budget",
+        hint=f"use {flag('vram')} {format_bytes(-(-need // (GiB // 16)) * (GiB // 16))} or more, "
+        f"or lower {flag('kv_tokens')} or {flag('expert_slots')}",
+    )
+
+
+def notes(num_slots: int, num_experts: int) -> str:
+    if num_slots == num_experts:
+        return f"all {format_count(num_experts)} experts: nothing goes over the link"
+    return f"{format_count(num_slots)} of {format_count(num_experts)} experts"

@@ -1,0 +1,71 @@
+"""An EngineCore built of the CUDA device's parts, on CPU tensors or on a GPU.
+
+On the CPU device a captured graph is a call, a copy is done when it returns, and ranges are plain
+allocations: everything but the GPU itself is the code that serves.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+
+from ftd.checkpoint.load import load_weights
+from ftd.config import load_config
+from ftd.cuda.kv import CudaKvCache
+from ftd.cuda.memory import DeviceMemory
+from ftd.cuda.residency import CudaExperts
+from ftd.engine.core import EngineCore
+from ftd.engine.cuda_runner import CudaRunner
+from ftd.engine.loading import prepare
+from ftd.experts.host_pool import HostPool
+from ftd.kernels.cpu import native
+from ftd.kernels.reference import TorchOps
+from ftd.schedule.policy import Limits
+
+
+@contextmanager
+def cuda_core(
+    path: Path, *, slots=0, staging=4, pinned=True, num_pages=None, dtype=torch.float32,
+    device="cpu", ops=None, **settings,
+):  # fmt: skip
+    flags = {name: str(value) for name, value in settings.items()}
+    config = load_config({"model": str(path), "device": "cpu", "dtype": "float32", **flags}, {})
+    prepared = prepare(path, config)
+    spec, plan, layout = prepared.spec, prepared.plan, prepared.layout
+    device = torch.device(device)
+    with ExitStack() as undo:
+        experts_per_layer = spec.layers[spec.moe_layers[0]].mlp.num_experts
+        pool = HostPool(len(spec.moe_layers), experts_per_layer, layout, spec.moe_layers)
+        undo.callback(pool.close)
+        weights = load_weights(
+            prepared.checkpoint, prepared.architecture, spec, pool, lambda *_: None, lambda: False
+        )
+        if device.type == "cuda":
+            from ftd.cuda.pinned import register
+
+            registration = register(pool, device)
+            undo.callback(registration.close)
+            pinned = pinned and registration.pinned
+        weights = {name: tensor.to(device) for name, tensor in weights.items()}
+        ops = ops or native.load() or TorchOps()
+        model = prepared.architecture.build(spec, weights, ops, dtype)
+        memory = DeviceMemory(device)
+        pages = num_pages or plan.num_pages
+        kv = CudaKvCache(spec, pages, plan.page_tokens, dtype, memory)
+        undo.callback(kv.close)
+        experts = CudaExperts(
+            spec, layout, pool, ops, memory,
+            num_slots=slots, num_staging=staging, pinned=pinned,
+        )  # fmt: skip
+        undo.callback(experts.close)
+        experts.fill_slots()
+        runner = CudaRunner(
+            model, kv, experts, device, -(-plan.context_tokens // plan.page_tokens), capture=pinned
+        )
+        runner.warm_up(lambda done, total: None)
+        yield EngineCore(
+            model, kv, experts, runner,
+            Limits(config.max_running, plan.prefill_chunk, pages, plan.page_tokens),
+        )  # fmt: skip

@@ -1,0 +1,55 @@
+"""The CUDA device's parts on CPU tensors keep the numerics contract: equal tokens, always.
+
+Captured steps, padding, staging, slots that come and go, eager steps, an unregistered pool.
+"""
+
+from __future__ import annotations
+
+import pytest
+from cuda_core import cuda_core
+from driving import answer_all, engine_core
+from test_contract import ORACLES, comparable, requests
+
+MODEL = ORACLES / "qwen3_moe"
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Each request by itself on the CPU device."""
+    found = {}
+    with engine_core(MODEL, max_running=1, prefill_chunk=256) as core:
+        for one in requests():
+            core.tree.clear()
+            found |= comparable(answer_all(core, [one]))
+    return found
+
+
+@pytest.mark.parametrize("slots", [0, 1, 7, 20, 32])
+@pytest.mark.parametrize("max_running", [1, 3, 12])
+def test_slots_and_batches(alone, slots, max_running):
+    with cuda_core(MODEL, slots=slots, max_running=max_running, prefill_chunk=50) as core:
+        for _ in range(2):
+            assert comparable(answer_all(core, requests())) == alone
+        status = core.status()
+    assert status.slots_used <= status.slots_total == slots
+    assert (status.expert_misses > 0) == (slots < 32)
+
+
+@pytest.mark.parametrize("staging", [1, 3, 8])
+@pytest.mark.parametrize("slots", [0, 6])
+def test_a_pool_that_kernels_cannot_read(alone, slots, staging):
+    """Every missed expert goes through the staging area, in passes if it is small.
+
+    The passes of a row are added in another order, so its last bits may differ: greedy only.
+    """
+    greedy = [one for one in requests() if one.sampling.temperature == 0]
+    with cuda_core(MODEL, slots=slots, staging=staging, pinned=False, max_running=4) as core:
+        answers = comparable(answer_all(core, greedy))
+    assert answers == {name: alone[name] for name in answers}
+
+
+def test_everything_resident_never_asks_where_experts_are(alone):
+    with cuda_core(MODEL, slots=32, staging=0, max_running=4) as core:
+        assert core.experts.all_resident
+        assert comparable(answer_all(core, requests())) == alone
+        assert core.status().expert_misses == 0
