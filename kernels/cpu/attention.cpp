@@ -164,8 +164,10 @@ void run_spread(const Attention& a, Pool& pool, const Rows* groups, int64_t num_
       Partial* partials = arena.take<Partial>(size_t(blocks * rows.count));
       for (int64_t p = 0; p < blocks * rows.count; ++p) partials[p] = Partial::take(a, arena);
       auto* spread = new (arena.take<Spread>(1)) Spread{rows, kv_head, a.first_block(rows), blocks, partials, {blocks}};
-      for (int64_t block = 0; block < blocks; ++block) unit[next++] = {spread, block};
+      // the heads of a block one after the other: they lie side by side in memory
+      for (int64_t block = 0; block < blocks; ++block) unit[next + block * a.kv_heads + kv_head] = {spread, block};
     }
+    next += blocks * a.kv_heads;
   }
   pool.run(units, [&](int64_t u, int thread) { spread_block(a, *unit[u].spread, unit[u].block, pool.fresh(thread)); });
 }

@@ -68,6 +68,20 @@ float sum(Vec a) {
   return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
 }
 
+void sum_eight(const Vec* a, float* out) {
+  __m256 two[4], four[2];
+  for (int i = 0; i < 4; ++i) {
+    const __m256 x = a[2 * i].v, y = a[2 * i + 1].v;
+    two[i] = _mm256_add_ps(_mm256_unpacklo_ps(x, y), _mm256_unpackhi_ps(x, y));
+  }
+  for (int i = 0; i < 2; ++i) {
+    const __m256d x = _mm256_castps_pd(two[2 * i]), y = _mm256_castps_pd(two[2 * i + 1]);
+    four[i] = _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(x, y)), _mm256_castpd_ps(_mm256_unpackhi_pd(x, y)));
+  }
+  _mm256_storeu_ps(out, _mm256_add_ps(_mm256_permute2f128_ps(four[0], four[1], 0x20),
+                                      _mm256_permute2f128_ps(four[0], four[1], 0x31)));
+}
+
 float largest(Vec a) {
   __m128 x = _mm_max_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
   x = _mm_max_ps(x, _mm_movehl_ps(x, x));

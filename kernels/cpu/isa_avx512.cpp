@@ -73,6 +73,21 @@ float sum(Vec a) {
   return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
 }
 
+void sum_eight(const Vec* a, float* out) {
+  __m256 one[8], two[4], four[2];
+  for (int i = 0; i < 8; ++i) one[i] = _mm256_add_ps(_mm512_castps512_ps256(a[i].v), _mm512_extractf32x8_ps(a[i].v, 1));
+  for (int i = 0; i < 4; ++i) {
+    const __m256 x = one[2 * i], y = one[2 * i + 1];
+    two[i] = _mm256_add_ps(_mm256_unpacklo_ps(x, y), _mm256_unpackhi_ps(x, y));
+  }
+  for (int i = 0; i < 2; ++i) {
+    const __m256d x = _mm256_castps_pd(two[2 * i]), y = _mm256_castps_pd(two[2 * i + 1]);
+    four[i] = _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(x, y)), _mm256_castpd_ps(_mm256_unpackhi_pd(x, y)));
+  }
+  _mm256_storeu_ps(out, _mm256_add_ps(_mm256_permute2f128_ps(four[0], four[1], 0x20),
+                                      _mm256_permute2f128_ps(four[0], four[1], 0x31)));
+}
+
 float largest(Vec a) {
   const __m256 y = _mm256_max_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
   __m128 x = _mm_max_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));

@@ -51,6 +51,9 @@ float first(const Vec& a) { return a.v[0]; }
 float sum(const Vec& a) {
   return ((a.v[0] + a.v[4]) + (a.v[2] + a.v[6])) + ((a.v[1] + a.v[5]) + (a.v[3] + a.v[7]));
 }
+void sum_eight(const Vec* a, float* out) {
+  for (int i = 0; i < 8; ++i) out[i] = sum(a[i]);
+}
 float largest(const Vec& a) {
   float x = a.v[0];
   for (int i = 1; i < Vec::kLanes; ++i) x = a.v[i] > x ? a.v[i] : x;

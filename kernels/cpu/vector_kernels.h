@@ -2,6 +2,7 @@
 // namespace, after it has chosen its instructions and defined
 //   Vec                    kLanes floats: zero(), all(x), load(p), store(p) for every number type
 //   + - * /, fma, lower, upper, round_to_int, power_of_two; sum, largest, first over lanes
+//   sum_eight(a, out)      the sums over lanes of eight vectors, each by one and the same tree
 //   kept(a)                a, in a register: the compiler would load it anew for each use
 //   load_first(p), load_second(p)   2 · kLanes weights in two vectors
 //   kSplitsPairs<W>        whether they are the even and the odd ones, else the two halves
@@ -321,14 +322,36 @@ void rope(void* x, int act, const float* cos, const float* sin, int64_t half, in
 
 constexpr int kHeadTile = 2;  // heads that share what was loaded
 
-// Positions [begin, end) of the block, widened: stage[i] is position begin + i, Dp channels.
+// Positions of a sequence, one after the other.
+struct Cursor {
+  const AttentionCall& call;
+  int64_t page, offset;  // offset counts positions within the page
+
+  Cursor(const AttentionCall& c, int64_t position)
+      : call(c), page(position / c.page_tokens), offset(position % c.page_tokens) {}
+  int64_t number() const {  // of the first channel, counted from page 0
+    return (call.pages[page] * call.page_tokens + offset) * call.position_stride;
+  }
+  void next() {
+    if (++offset == call.page_tokens) offset = 0, ++page;
+  }
+};
+
+// Positions [begin, end) widened: stage[i] is position begin + i, Dp channels. Rows of one head are short
+// and far apart, too little for the processor's own prefetching, so those to come are asked for.
 void stage_positions(const AttentionCall& call, const void* pages, int64_t begin, int64_t end) {
+  constexpr int64_t kAhead = 12;
   const int64_t dim = call.head_dim, padded = round_up(dim, kHeadAlign);
-  const int64_t page_stride = call.page_tokens * call.position_stride;
   with_type(call.type, [&](auto* t) {
-    int64_t page = begin / call.page_tokens, offset = begin % call.page_tokens;
-    for (int64_t p = begin; p < end; ++p) {
-      const auto* from = at(pages, t, call.pages[page] * page_stride + offset * call.position_stride);
+    Cursor here(call, begin), ahead(call, begin);
+    for (int64_t p = begin - kAhead; p < end; ++p) {
+      if (p + kAhead < end) {
+        const char* row = reinterpret_cast<const char*>(at(pages, t, ahead.number()));
+        for (int64_t byte = 0; byte < dim * int64_t(sizeof *t); byte += 64) __builtin_prefetch(row + byte);
+        ahead.next();
+      }
+      if (p < begin) continue;
+      const auto* from = at(pages, t, here.number());
       float* to = call.stage + (p - begin) * padded;
       int64_t d = 0;
       for (; d + Vec::kLanes <= dim; d += Vec::kLanes) Vec::load(from + d).store(to + d);
@@ -337,29 +360,26 @@ void stage_positions(const AttentionCall& call, const void* pages, int64_t begin
         d += Vec::kLanes;
       }
       for (; d < padded; d += Vec::kLanes) Vec::zero().store(to + d);
-      if (++offset == call.page_tokens) offset = 0, ++page;
+      here.next();
     }
   });
 }
 
-// score[h][k] for kKeyTile keys and two heads (the same one twice where only one is left).
-void score_tile(const float* q0, const float* q1, const float* k, int64_t padded, float scale, float* s0, float* s1) {
-  Vec acc[kHeadTile][kKeyTile];
-  for (int h = 0; h < kHeadTile; ++h)
-    for (int i = 0; i < kKeyTile; ++i) acc[h][i] = Vec::zero();
+// Scores of kKeyTile keys for two heads (the same one twice where only one is left): [head][key].
+void score_tile(const float* q0, const float* q1, const float* k, int64_t padded, float scale, float* scores) {
+  Vec acc[kHeadTile * kKeyTile];
+  for (Vec& a : acc) a = Vec::zero();
   for (int64_t d = 0; d < padded; d += Vec::kLanes) {
     const Vec a = Vec::load(q0 + d), b = Vec::load(q1 + d);
 #pragma GCC unroll 4
     for (int i = 0; i < kKeyTile; ++i) {
-      const Vec key = Vec::load(k + i * padded + d);
-      acc[0][i] = fma(a, key, acc[0][i]);
-      acc[1][i] = fma(b, key, acc[1][i]);
+      const Vec key = kept(Vec::load(k + i * padded + d));
+      acc[i] = fma(a, key, acc[i]);
+      acc[kKeyTile + i] = fma(b, key, acc[kKeyTile + i]);
     }
   }
-  for (int i = 0; i < kKeyTile; ++i) {
-    s0[i] = sum(acc[0][i]) * scale;
-    s1[i] = sum(acc[1][i]) * scale;
-  }
+  sum_eight(acc, scores);
+  for (int i = 0; i < kHeadTile * kKeyTile; ++i) scores[i] *= scale;
 }
 
 // acc[h] += Σ_p weight[h][p] · value[p] over positions in order, for N vectors of channels.
@@ -375,7 +395,7 @@ void value_tile(const float* p0, const float* p1, const float* v, int64_t count,
     const Vec w0 = Vec::all(p0[p]), w1 = Vec::all(p1[p]);
 #pragma GCC unroll 4
     for (int i = 0; i < N; ++i) {
-      const Vec value = Vec::load(v + p * padded + i * Vec::kLanes);
+      const Vec value = kept(Vec::load(v + p * padded + i * Vec::kLanes));
       a[i] = fma(w0, value, a[i]);
       b[i] = fma(w1, value, b[i]);
     }
@@ -392,12 +412,12 @@ void score_keys(const AttentionCall& call, const AttentionRow& row, int64_t begi
   for (int64_t h = 0; h < call.heads; h += kHeadTile) {
     const int64_t g = least(h + 1, call.heads - 1);
     for (int64_t p = begin; p < end; p += kKeyTile) {
-      float s0[kKeyTile], s1[kKeyTile];  // keys past the end are scored and dropped: the stage has room
-      score_tile(row.q + h * padded, row.q + g * padded, stage + (p - begin) * padded, padded, call.scale, s0, s1);
+      float scores[kHeadTile * kKeyTile];  // keys past the end are scored and dropped: the stage has room
+      score_tile(row.q + h * padded, row.q + g * padded, stage + (p - begin) * padded, padded, call.scale, scores);
       float* to = row.score + p - call.block;
       for (int64_t i = 0; i < least(kKeyTile, end - p); ++i) {
-        to[h * kKeyBlock + i] = s0[i];
-        to[g * kKeyBlock + i] = s1[i];
+        to[h * kKeyBlock + i] = scores[i];
+        to[g * kKeyBlock + i] = scores[kKeyTile + i];
       }
     }
   }
