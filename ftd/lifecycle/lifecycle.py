@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import structlog
 
-from ftd.engine.api import EngineHandle, EngineRequest, Finish, Sampling
+from ftd.engine.api import EngineHandle
 from ftd.errors import Busy, EngineFailed, FtdError, LoadFailed, NotReady, TimedOut
 from ftd.lifecycle.beside import cancel_all, on_thread, trim_memory
 from ftd.lifecycle.served import (
@@ -385,12 +385,6 @@ class Lifecycle:
             log.error("model.load_failed", model=source.name, exc_info=error)
             hint = "the log has the traceback"
             raise LoadFailed(f"{source.name}: {error!r}", hint=hint) from None
-        self._phase(Phase.WARMING_UP)
-        try:
-            await _warm_up(loaded.engine)
-        except BaseException:
-            await _close(loaded.engine, None)
-            raise
         names = dict.fromkeys((*config.served_name, source.name, config.model, str(source.path)))
         name, *aliases = names
         return ServedModel(
@@ -456,7 +450,10 @@ class Lifecycle:
         if self._stopping.is_set():
             raise NotReady("loading was given up: ftd is stopping", retry_after_s=5)
         if progress := self.progress:
-            self.progress = replace(progress, done_bytes=done_bytes, total_bytes=total_bytes)
+            if progress.phase is Phase.READING and 0 < total_bytes <= done_bytes:
+                self._phase(Phase.WARMING_UP)  # all read: what is left is a first real step
+            else:
+                self.progress = replace(progress, done_bytes=done_bytes, total_bytes=total_bytes)
         self._pieces += 1
 
     def _since(self, began_s: float) -> float:
@@ -471,14 +468,6 @@ class Lifecycle:
         return NotReady(
             f"{self._cause}: {progress}", hint=f"retry in {after_s} s", retry_after_s=after_s
         )
-
-
-async def _warm_up(engine: EngineHandle) -> None:
-    """One prompt token and two new ones: a real prefill and a real decode step."""
-    request = EngineRequest("warm-up", (0,), max_tokens=2, sampling=Sampling(temperature=0.0))
-    async for output in engine.submit(request):
-        if output.finish is Finish.ERROR or output.finish is Finish.CANCELLED:
-            raise output.error or EngineFailed("the first step was given up")
 
 
 async def _close(engine: EngineHandle, cause: Exception | None) -> None:

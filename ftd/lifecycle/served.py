@@ -144,7 +144,10 @@ class Models(Protocol):
         progress: Callable[[int, int], None],
         cancelled: Callable[[], bool],
     ) -> Loaded:
-        """Read the weights and start the engine; gives up soon after ``cancelled()`` is true."""
+        """Read the weights, start the engine and run a first real step.
+
+        Gives up soon after ``cancelled()`` is true.
+        """
         ...
 
 

@@ -85,7 +85,6 @@ async def test_load_serve_reload_stop(available, free_bytes):
     await lifecycle.load()
     served = lifecycle.current()
     assert (served.name, served.limits.context_tokens) == ("demo", 1024)
-    assert served.engine.status().steps >= 1, "warmed up by a real step"
     assert await generate(lifecycle, "first") in (Finish.LENGTH, Finish.EOS)
     with pytest.raises(ModelNotFound):
         await lifecycle.reload("/nowhere")

@@ -67,7 +67,6 @@ class TestLoad:
         gate.set()
         await loading
         assert lifecycle.health()["ready"] is True
-        assert lifecycle.current().engine.finished == 1, "the warm-up is a request like any other"
         await lifecycle.stop(0.0)
 
     async def test_names_follow_served_name(self):
@@ -95,16 +94,13 @@ class TestLoad:
     async def test_first_step_that_fails_is_a_failed_load(self):
         class Sick(ScriptedModels):
             def load(self, *args):
-                loaded = super().load(*args)
-                loaded.engine.fail(EngineFailed("a step failed"))
-                self.engines.append(loaded.engine)
-                return loaded
+                super().load(*args)  # all read: then comes the first step
+                raise EngineFailed("a step failed")
 
-        models = Sick(a=Script())
-        lifecycle = Lifecycle(Config(model="a"), models)
-        with pytest.raises(NotReady, match="a step failed"):
+        lifecycle = Lifecycle(Config(model="a"), Sick(a=Script()))
+        with pytest.raises(EngineFailed, match="a step failed"):
             await lifecycle.load()
-        assert models.engines[0].closed
+        assert lifecycle.state is State.FAILED and lifecycle.health()["cause"] == "a step failed"
 
     async def test_stop_gives_up_loading(self):
         models = ScriptedModels(a=Script(gate=threading.Event()))
@@ -443,7 +439,7 @@ class TestHeartbeat:
 
 @asynccontextmanager
 async def served_slow(models):
-    """Like ``served``, with a warm-up that does not take the step time of the script."""
+    """Like ``served``, loaded before the step time of the script counts."""
     slow_s, models.scripts["a"].engine["step_s"] = models.scripts["a"].engine["step_s"], 0.0
     async with served(models) as lifecycle:
         lifecycle.current().engine._step_s = slow_s
