@@ -37,7 +37,7 @@ def batch_for(rows: int) -> int | None:
 class DecodeRow:
     """One sequence's part of a decode step."""
 
-    token: int
+    token: int  # not looked at in a step that follows another
     position: int
     pages: Sequence[int]  # at least position // page_tokens + 1 of them
     temperature: float
@@ -45,31 +45,38 @@ class DecodeRow:
 
 
 class DecodeInput:
-    """What a graph reads for its rows, as views of one block of bytes: one copy moves it."""
+    """What a graph reads for its rows, as views of one block of bytes: one copy moves it.
+
+    The token ids come last: a step that follows another has them on the device already, and only
+    the part before them is copied.
+    """
 
     def __init__(self, batch: int, device: torch.device | str = "cpu") -> None:
-        self.block = torch.zeros(28 * batch, dtype=torch.uint8, device=device)
-        parts = self.block.split([8 * batch, 16 * batch, 4 * batch])
-        self.ids = parts[0].view(torch.int64)  # [B]
-        self.numbers = parts[1].view(torch.float64).view(2, batch)  # temperature, uniform
-        self.position = parts[2].view(torch.int32)  # [B], -1: not in use
+        self.block = torch.zeros(32 * batch, dtype=torch.uint8, device=device)
+        self.without_ids = self.block[: 24 * batch]
+        parts = self.block.split([16 * batch, 8 * batch, 8 * batch])
+        self.numbers = parts[0].view(torch.float64).view(2, batch)  # temperature, uniform
+        self.position = parts[1].view(torch.int64)  # [B], -1: not in use
+        self.ids = parts[2].view(torch.int64)  # [B]
         self.position.fill_(-1)
         self.numbers.fill_(0.5)
 
-    def fill(self, rows: Sequence[DecodeRow]) -> None:
-        """``rows`` first, unused rows after them."""
-        unused = len(self.ids) - len(rows)
-        self.ids.numpy()[:] = [r.token for r in rows] + [0] * unused
-        self.position.numpy()[:] = [r.position for r in rows] + [-1] * unused
-        numbers = self.numbers.numpy()
-        numbers[0] = [r.temperature for r in rows] + [0.0] * unused
-        numbers[1] = [r.uniform for r in rows] + [0.5] * unused
+    def fill(self, rows: Sequence[DecodeRow | None]) -> None:
+        """Row by row; None and what lies behind the last one: not in use."""
+        for i in range(len(self.ids)):
+            row = rows[i] if i < len(rows) else None
+            self.position[i] = -1 if row is None else row.position
+            if row is not None:
+                self.ids[i] = row.token
+                self.numbers[0, i], self.numbers[1, i] = row.temperature, row.uniform
 
 
-def fill_pages(table: torch.Tensor, rows: Sequence[DecodeRow]) -> bool:
+def fill_pages(table: torch.Tensor, rows: Sequence[DecodeRow | None]) -> bool:
     """Bring a page table [B, M] int32 up to date; False: it was."""
     changed = False
     for known, row in zip(table.numpy(), rows):
+        if row is None:
+            continue
         pages = np.asarray(row.pages, np.int32)
         if not np.array_equal(known[: len(pages)], pages):
             known[: len(pages)] = pages
@@ -96,6 +103,7 @@ class DecodeGraph:
         self._host = DecodeInput(batch)
         self._input = DecodeInput(batch, device)
         self._send = Upload(self._input.block)
+        self._send_following = Upload(self._input.without_ids)
         self._host_table = torch.zeros(batch, most_pages, dtype=torch.int32)
         self._table = self._host_table.to(device)
         self._send_table = Upload(self._table)
@@ -119,10 +127,18 @@ class DecodeGraph:
         self._results = self._download()
         return graph.pool()
 
-    def launch(self, rows: Sequence[DecodeRow]) -> Fetched:
-        """Queue a step; what it fetches: tokens [B], finite [B], and the routing [L, B, K]."""
+    def launch(self, rows: Sequence[DecodeRow | None], *, following: bool = False) -> Fetched:
+        """Queue a step; what it fetches: tokens [B], finite [B], and the routing [L, B, K].
+
+        Args:
+            following: the tokens are those that the launch before drew in the same rows; they have
+                not left the device, and perhaps do not exist yet.
+        """
         self._host.fill(rows)
-        self._send.send(self._host.block)
+        if following:
+            self._send_following.send(self._host.without_ids)
+        else:
+            self._send.send(self._host.block)
         if fill_pages(self._host_table, rows):
             self._send_table.send(self._host_table)
         if self._graph is not None:
@@ -141,12 +157,14 @@ class DecodeGraph:
     def _step(self) -> None:
         position, table = self._input.position, self._table
         active = position >= 0
-        position = position.clamp(min=0)  # an unused row sees one key, whatever it is
-        at = position.long()
+        at = position.clamp(min=0)  # an unused row sees one key, whatever it is
         page = table.gather(1, (at // self._page_tokens)[:, None])[:, 0].long()
         page = torch.where(active, page, self._scratch_page)
         place = page * self._page_tokens + at % self._page_tokens
-        step = StepInput(self._input.ids, position, self._sequence, place, table, self._rows)
+        step = StepInput(
+            self._input.ids, at.to(torch.int32), self._sequence, place, table, self._rows
+        )
         self.logits = self._forward(step, active)  # [B, V]
         temperature, uniform = self._input.numbers.unbind(0)
         self.tokens, self.finite = draw(self.logits, temperature.float(), uniform)
+        self._input.ids.copy_(self.tokens)  # for a step that follows

@@ -234,8 +234,17 @@ class CudaExperts:
 
     # ---- between steps ----
 
-    def routed(self, log: np.ndarray) -> None:
-        """Take in what a decode step has used: [L, B, K] int32, -1 in rows not in use."""
+    def resident(self) -> np.ndarray:
+        """[L, E] bool, as a step launched now will find it."""
+        return self._address != self._host
+
+    def routed(self, log: np.ndarray, resident: np.ndarray) -> None:
+        """Take in what a decode step has used.
+
+        Args:
+            log: [L, B, K] int32, -1 in rows not in use.
+            resident: as it was when the step was launched.
+        """
         for row, ids in enumerate(log):
             ids = ids[ids[:, 0] >= 0]
             if self._trace is not None:
@@ -243,7 +252,7 @@ class CudaExperts:
             self._uses[row] += np.bincount(ids.ravel(), minlength=self.num_experts)
             self._num_tokens = max(self._num_tokens, len(ids))
         used = self._uses > 0
-        missed = used & (self._table.residency == EMPTY)
+        missed = used & ~resident
         misses = int(np.count_nonzero(missed))
         self._step = replace(
             self._step, hits=int(np.count_nonzero(used)) - misses, misses=misses, fetched=misses

@@ -78,6 +78,15 @@ class Answering:
         return self.request.prompt_logprobs is not None
 
 
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step on its way."""
+
+    runs: Seq[tuple[Answering, int]]  # and how many of its tokens
+    spans: Seq[Span]
+    result: StepResult
+
+
 class StepExperts(Experts, Protocol):
     """The routed experts, told where steps end: ``ExpertRuntime`` or ``CudaExperts``."""
 
@@ -121,6 +130,7 @@ class EngineCore:
         self._waiting: dict[str, Answering] = {}  # in order of arrival
         self._running: dict[str, Answering] = {}
         self._prefilling: frozenset[str] = frozenset()  # in the step that runs now
+        self._ahead: Launched | None = None  # launched before the step before it was read
         self._arrivals = 0
         self._credit_s = 0.0
         self._meter = Meter(clock)
@@ -192,6 +202,17 @@ class EngineCore:
         Raises whatever ``beat`` raises at a layer border: nothing is committed then.
         """
         began_s = self._clock()
+        step = self._ahead or self._launch()
+        self._ahead = None
+        if any(self._is_live(answering) for answering, _ in step.runs):
+            self._ahead = self._launch_ahead(step)
+        draws = step.result.draws()
+        self.experts.safe_point()
+        outputs = self._commit(step, draws)
+        self._measure(step.runs, len(outputs), self._clock() - began_s)
+        return outputs
+
+    def _launch(self) -> Launched:
         plan = self._plan()
         self._carry_out(plan)
         runs = [(self._running[run.key], run.tokens) for run in self._within_scored_rows(plan.runs)]
@@ -202,17 +223,37 @@ class EngineCore:
         sampling = [self._sampling(answering, tokens) for answering, tokens in runs]
         try:
             result = self.runner.run(spans, sampling, self)
-            draws = result.draws()
         except BaseException:
             self.experts.abandon_step()
             raise
         finally:
             self._prefilling = frozenset()
-        self.experts.safe_point()
-        outputs = self._commit(runs, spans, result, draws)
         self._credit_s = plan.credit_s
-        self._measure(runs, len(outputs), self._clock() - began_s)
-        return outputs
+        return Launched(runs, spans, result)
+
+    def _launch_ahead(self, step: Launched) -> Launched | None:
+        """Launch what surely comes next, the same rows once more, before their tokens are read.
+
+        A row that turns out to have ended brings a surplus token, which is thrown away; what it
+        writes into a page given back comes before whatever the page's next user writes.
+        """
+        if self._waiting or not self.runner.can_follow(step.result):
+            return None
+        rows = [answering for answering, _ in step.runs]
+        if len(rows) != len(self._running) or not all(self._is_live(a) for a in rows):
+            return None
+        going = [a.sequence.output_tokens + 1 < a.request.max_tokens for a in rows]
+        if not any(going) or self.pages.free < sum(going):  # at most one new page a row
+            return None
+        if self._fault != NO_FAULT:
+            return None
+        spans = [self._span_ahead(a) if goes else None for a, goes in zip(rows, going)]
+        result = self.runner.follow(step.result, spans)
+        live = [(a, 1) for a, goes in zip(rows, going) if goes]
+        return Launched(live, [s for s in spans if s], result)
+
+    def _is_live(self, answering: Answering) -> bool:
+        return self._running.get(answering.sequence.key) is answering
 
     def forward(
         self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
@@ -294,22 +335,29 @@ class EngineCore:
         logits = tokens if self._scoring(sequence.key) else last
         return Span(sequence.ids[begin:end], begin, sequence.pages, logits)
 
+    def _span_ahead(self, answering: Answering) -> Span:
+        """The token that the running step is about to bring, with a page for its keys."""
+        sequence = answering.sequence
+        begin = sequence.computed + 1
+        if begin // self.kv.page_tokens >= len(sequence.pages):
+            pages = self.pages.allocate(1)
+            assert pages is not None, self.pages.free
+            sequence.pages.extend(pages)
+        return Span((0,), begin, sequence.pages, 1)
+
     def _sampling(self, answering: Answering, tokens: int) -> SamplingState | None:
         """How the token after the step's is drawn; None while more of the prompt is to come."""
         return answering.sampling if tokens == answering.sequence.pending else None
 
-    def _commit(
-        self,
-        runs: Seq[tuple[Answering, int]],
-        spans: Seq[Span],
-        result: StepResult,
-        draws: Seq[Draw | EngineFailed],
-    ) -> list[Output]:
+    def _commit(self, step: Launched, draws: Seq[Draw | EngineFailed]) -> list[Output]:
         drawing, row = [], 0
-        for (answering, tokens), span in zip(runs, spans, strict=True):
+        for (answering, tokens), span in zip(step.runs, step.spans, strict=True):
             sequence = answering.sequence
+            if not self._is_live(answering):
+                drawing.append(answering)  # of a step launched ahead: its token is surplus
+                continue
             if self._scoring(sequence.key):
-                self._score(answering, span, result.logits()[row : row + span.logits])
+                self._score(answering, span, step.result.logits()[row : row + span.logits])
             row += span.logits
             sequence.computed += tokens
             sequence.passed_over = 0
@@ -317,7 +365,8 @@ class EngineCore:
                 self._keep(sequence)
             if sequence.pending == 0:
                 drawing.append(answering)
-        return [self._answer(a, draw) for a, draw in zip(drawing, draws, strict=True)]
+        pairs = list(zip(drawing, draws, strict=True))
+        return [self._answer(a, draw) for a, draw in pairs if self._is_live(a)]
 
     def _score(self, answering: Answering, span: Span, logits: torch.Tensor) -> None:
         """Log-probabilities of the prompt's own tokens: row i judges token i + 1."""

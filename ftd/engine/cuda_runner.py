@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from ftd.cuda.graphs import BATCHES, DecodeGraph, DecodeRow, batch_for
@@ -17,8 +18,9 @@ from ftd.cuda.sampling import draw
 from ftd.cuda.tables import Fetched
 from ftd.engine.batch import Span, pack
 from ftd.engine.philox import uniform
-from ftd.engine.runner import Drawn, drawing, ends_of
+from ftd.engine.runner import Drawn, StepResult, drawing, ends_of
 from ftd.engine.sampling import Draw, Sampler, SamplingState
+from ftd.errors import EngineFailed
 from ftd.model.architecture import Experts, Model
 from ftd.model.step import StepInput
 
@@ -43,7 +45,7 @@ class CudaRunner:
     ) -> None:
         self._model, self._kv, self._experts, self._device = model, kv, experts, device
         self._most_pages, self._capture = most_pages, capture
-        self._sampler = Sampler(model.spec.vocab)
+        self.sampler = Sampler(model.spec.vocab)
         self._graphs: dict[int, DecodeGraph] = {}
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
@@ -58,6 +60,9 @@ class CudaRunner:
             if stream is not None:
                 pool = graph.capture(pool, stream)
         progress(len(BATCHES), len(BATCHES))
+
+    def routed(self, routing: np.ndarray, resident: np.ndarray) -> None:
+        self._experts.routed(routing, resident)
 
     def _new_graph(self, batch: int) -> DecodeGraph:
         experts = CapturedExperts(self._experts, batch)
@@ -78,7 +83,7 @@ class CudaRunner:
 
     def run(
         self, spans: Sequence[Span], sampling: Sequence[SamplingState | None], experts: Experts
-    ) -> CudaResult:
+    ) -> StepResult:
         batch = batch_for(len(spans))
         decode = all(span.count == 1 and s is not None for span, s in zip(spans, sampling))
         if decode and batch in self._graphs:
@@ -87,22 +92,29 @@ class CudaRunner:
 
     def _replay(
         self, graph: DecodeGraph, spans: Sequence[Span], sampling: Sequence[SamplingState | None]
-    ) -> CudaResult:
+    ) -> DecodeResult:
         states, positions = drawing(spans, sampling)
-        rows = [
-            DecodeRow(span.ids[0], span.begin, span.pages, *_draw_with(state, position))
-            for span, state, position in zip(spans, states, positions)
-        ]
-        fetched = graph.launch(rows)
-        return CudaResult(
-            self._sampler, states, positions, fetched, graph.logits[: len(spans)], None,
-            self._experts,
-        )  # fmt: skip
+        rows = [_row(span, state) for span, state in zip(spans, states)]
+        resident = self._experts.resident()
+        return DecodeResult(self, graph, states, positions, graph.launch(rows), resident)
+
+    def can_follow(self, result: StepResult) -> bool:
+        return isinstance(result, DecodeResult) and result.all_on_device
+
+    def follow(self, result: StepResult, spans: Sequence[Span | None]) -> StepResult:
+        assert isinstance(result, DecodeResult) and len(spans) == len(result.states)
+        result.followed = True
+        states = [s if span else None for s, span in zip(result.states, spans)]
+        positions = [span.begin + 1 if span else 0 for span in spans]
+        rows = [_row(span, s) if span and s else None for span, s in zip(spans, states)]
+        resident = self._experts.resident()
+        fetched = result.graph.launch(rows, following=True)
+        return DecodeResult(self, result.graph, states, positions, fetched, resident)
 
     @torch.no_grad()
     def _eager(
         self, spans: Sequence[Span], sampling: Sequence[SamplingState | None], experts: Experts
-    ) -> CudaResult:
+    ) -> EagerResult:
         step = pack(spans, self._kv.page_tokens)
         step = StepInput(*(getattr(step, f).to(self._device) for f in StepInput.__slots__))
         logits = self._model.forward(step, self._kv, experts)
@@ -113,7 +125,7 @@ class CudaRunner:
             numbers = [_draw_with(state, p) for state, p in zip(states, positions)]
             temperature, u = torch.tensor(numbers, dtype=torch.float64).to(self._device).unbind(1)
             drawn = draw(logits[ends], temperature.float(), u)
-        return CudaResult(self._sampler, states, positions, drawn, logits, ends, None)
+        return EagerResult(self.sampler, states, positions, drawn, logits, ends)
 
 
 def _draw_with(state: SamplingState, position: int) -> tuple[float, float]:
@@ -128,12 +140,63 @@ def on_device(state: SamplingState) -> bool:
     return s.logprobs is None and not state.changes_logits and (plain or s.temperature == 0)
 
 
-class CudaResult:
+def _row(span: Span, state: SamplingState) -> DecodeRow:
+    position = span.begin + span.count
+    return DecodeRow(span.ids[0], span.begin, span.pages, *_draw_with(state, position))
+
+
+class DecodeResult:
+    """A captured step.
+
+    Args:
+        states: of each row; None: a row that is not in use.
+        resident: [L, E] bool, as the step's address table says.
+    """
+
+    def __init__(
+        self,
+        runner: CudaRunner,
+        graph: DecodeGraph,
+        states: Sequence[SamplingState | None],
+        positions: Sequence[int],
+        fetched: Fetched,
+        resident: np.ndarray,
+    ) -> None:
+        self._runner, self.graph, self.states, self._positions = runner, graph, states, positions
+        self._fetched, self._resident = fetched, resident
+        self.followed = False  # its logits are being overwritten
+
+    @property
+    def all_on_device(self) -> bool:
+        return all(state is None or on_device(state) for state in self.states)
+
+    def logits(self) -> torch.Tensor:
+        assert not self.followed
+        return self.graph.logits[: len(self.states)].cpu()
+
+    def draws(self) -> Drawn:
+        tokens, finite, routing = self._fetched.get()
+        self._runner.routed(routing.numpy(), self._resident)
+        drawn: Drawn = []
+        found = zip(self.states, self._positions, tokens.tolist(), finite.tolist())
+        for row, (state, position, token, is_finite) in enumerate(found):
+            if state is None:
+                continue
+            if is_finite and on_device(state):
+                state.add(token)
+                drawn.append(Draw(token))
+            elif self.followed:
+                drawn.append(EngineFailed(f"the logits at position {position} are not finite"))
+            else:
+                logits = self.graph.logits[row : row + 1].cpu()
+                drawn += self._runner.sampler.sample(logits, [state], [position])
+        return drawn
+
+
+class EagerResult:
     """
     Args:
-        drawn: tokens and whether each row is finite, of a captured step also its routing.
-        ends: rows of ``logits`` that ``drawn`` belongs to; None: all, in order.
-        experts: told the routing of a captured step.
+        drawn: tokens of the rows ``ends`` of ``logits``, and whether each row is finite.
     """
 
     def __init__(
@@ -141,13 +204,12 @@ class CudaResult:
         sampler: Sampler,
         states: Sequence[SamplingState],
         positions: Sequence[int],
-        drawn: Fetched | tuple[torch.Tensor, torch.Tensor] | None,
+        drawn: tuple[torch.Tensor, torch.Tensor] | None,
         logits: torch.Tensor,
-        ends: Sequence[int] | None,
-        experts: CudaExperts | None,
+        ends: Sequence[int],
     ) -> None:
         self._sampler, self._states, self._positions = sampler, states, positions
-        self._drawn, self._logits, self._ends, self._experts = drawn, logits, ends, experts
+        self._drawn, self._logits, self._ends = drawn, logits, ends
 
     def logits(self) -> torch.Tensor:
         return self._logits.cpu()
@@ -155,20 +217,14 @@ class CudaResult:
     def draws(self) -> Drawn:
         if self._drawn is None:
             return []
-        if isinstance(self._drawn, Fetched):
-            tokens, finite, routing = self._drawn.get()
-            assert self._experts is not None
-            self._experts.routed(routing.numpy())
-        else:
-            tokens, finite = (t.cpu() for t in self._drawn)
+        tokens, finite = (t.tolist() for t in self._drawn)
         drawn: Drawn = []
-        found = zip(self._states, self._positions, tokens.tolist(), finite.tolist())
-        for i, (state, position, token, is_finite) in enumerate(found):
+        found = zip(self._states, self._positions, tokens, finite, self._ends)
+        for state, position, token, is_finite, row in found:
             if is_finite and on_device(state):
                 state.add(token)
                 drawn.append(Draw(token))
             else:
-                row = i if self._ends is None else self._ends[i]
                 logits = self._logits[row : row + 1].cpu()
                 drawn += self._sampler.sample(logits, [state], [position])
         return drawn

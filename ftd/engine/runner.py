@@ -42,6 +42,14 @@ class Runner(Protocol):
         """
         ...
 
+    def can_follow(self, result: StepResult) -> bool:
+        """A next step of the same rows may be launched before the tokens of ``result`` are read."""
+        ...
+
+    def follow(self, result: StepResult, spans: Sequence[Span | None]) -> StepResult:
+        """Launch that step. ``spans``: None in place of rows that end; their tokens are unread."""
+        ...
+
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
         """Compile and capture whatever later steps should not wait for."""
         ...
@@ -59,6 +67,12 @@ class CpuRunner:
     ) -> CpuResult:
         logits = self._model.forward(pack(spans, self._kv.page_tokens), self._kv, experts)
         return CpuResult(logits, spans, sampling, self._sampler)
+
+    def can_follow(self, result: StepResult) -> bool:
+        return False  # a step is over before its result exists
+
+    def follow(self, result: StepResult, spans: Sequence[Span | None]) -> StepResult:
+        raise AssertionError("no step follows another on the CPU")
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
         """Nothing is compiled on the way."""

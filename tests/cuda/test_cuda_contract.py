@@ -24,8 +24,8 @@ def alone():
     return found
 
 
-@pytest.mark.parametrize("slots", [0, 1, 7, 20, 32])
-@pytest.mark.parametrize("max_running", [1, 3, 12])
+@pytest.mark.parametrize("slots", [0, 1, 20, 32])
+@pytest.mark.parametrize("max_running", [1, 12])
 def test_slots_and_batches(alone, slots, max_running):
     with cuda_core(MODEL, slots=slots, max_running=max_running, prefill_chunk=50) as core:
         for _ in range(2):
