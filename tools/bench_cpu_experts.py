@@ -136,8 +136,8 @@ def bench_experts(
 
     def read(num_bytes: int) -> Burst:
         count = num_bytes // layout.payload_bytes
-        records = address[torch.randint(address.numel(), (count,))].tolist()
-        return Burst(lambda: [ops.read(r, layout.payload_bytes) for r in records], num_bytes)
+        records = address[torch.randint(address.numel(), (count,))]
+        return Burst(lambda: ops.read(records, layout.payload_bytes), num_bytes)
 
     return paired(ops, layer, read, args.seconds)
 
@@ -147,12 +147,12 @@ def bench_head(ops: NativeOps, batch: int, args: argparse.Namespace) -> dict[str
     head_bytes = args.vocab * args.hidden * dtype.itemsize
     weight = huge_memory(head_bytes).view(dtype).view(args.vocab, args.hidden)
     weight.copy_(torch.randn(args.hidden).mul_(0.02).expand_as(weight))
+    address = torch.tensor([weight.data_ptr()])
     x = torch.randn(batch, args.hidden).to(getattr(torch, args.act))
-
     return paired(
         ops,
         lambda: Burst(lambda: ops.linear(x, weight, out_dtype=torch.float32), head_bytes),
-        lambda num_bytes: Burst(lambda: ops.read(weight.data_ptr(), num_bytes), num_bytes),
+        lambda num_bytes: Burst(lambda: ops.read(address, num_bytes), num_bytes),
         args.seconds,
     )
 

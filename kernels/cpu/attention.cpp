@@ -1,9 +1,10 @@
 // Causal attention over paged keys and values, in blocks of 256 absolute positions.
 //
-// Each block of a row has its own maximum, sum and weighted values; blocks are merged in the order of
-// their positions. So a row's result depends on its keys alone: not on chunks, pages, batch or
+// Each block of a row has its own maximum, sum and weighted values; blocks are merged in the order
+// of their positions. So a row's result depends on its keys alone: not on chunks, pages, batch or
 // threads. Heads of one kv head, and up to eight rows of a sequence, share what is read. Where rows
-// are too few for the threads, blocks of a row are spread as well, and the last one to finish merges.
+// are too few for the threads, blocks of a row are spread as well, and the last one to finish
+// merges.
 #include <atomic>
 #include <new>
 
@@ -14,7 +15,7 @@ using namespace ftd;
 namespace {
 
 constexpr int64_t kRowGroup = 8;
-constexpr int64_t kUnitsPerThread = 4;  // fewer units of whole rows than this: spread blocks
+constexpr int64_t kUnitsPerThread = 4;      // fewer units of whole rows than this: spread blocks
 constexpr size_t kSpreadFloats = 16 << 20;  // of partial results, at most: 64 MiB
 
 // Consecutive rows of one sequence.
@@ -33,9 +34,7 @@ struct Attention {
   const float* q;  // [rows, heads, padded]
   void* out;
 
-  int64_t begin(int64_t row) const {
-    return window ? greatest(0, position[row] + 1 - window) : 0;
-  }
+  int64_t begin(int64_t row) const { return window ? greatest(0, position[row] + 1 - window) : 0; }
   int64_t end(int64_t row) const { return position[row] + 1; }
   int64_t first_block(int64_t row) const { return begin(row) / kKeyBlock; }
   int64_t end_block(int64_t row) const { return (end(row) + kKeyBlock - 1) / kKeyBlock; }
@@ -56,7 +55,9 @@ struct Attention {
 struct Partial {
   float *max, *sum, *acc;
 
-  static size_t floats(const Attention& a) { return size_t(round_up(2 * a.group, 16) + a.group * a.padded); }
+  static size_t floats(const Attention& a) {
+    return size_t(round_up(2 * a.group, 16) + a.group * a.padded);
+  }
   static Partial take(const Attention& a, Arena& arena) {
     float* p = arena.take<float>(floats(a));
     return {p, p + a.group, p + round_up(2 * a.group, 16)};
@@ -73,8 +74,8 @@ struct Scratch {
 };
 
 // One block of keys for some rows of a kv head; a row that sees any of it gets its partial written.
-void block_of(const Attention& a, const Rows& rows, int64_t kv_head, int64_t block, const Partial* partials,
-              const Scratch& scratch) {
+void block_of(const Attention& a, const Rows& rows, int64_t kv_head, int64_t block,
+              const Partial* partials, const Scratch& scratch) {
   AttentionRow row[kRowGroup];
   int64_t used = 0;
   const int64_t begin = block * kKeyBlock, end = begin + kKeyBlock;
@@ -102,7 +103,8 @@ void write_out(const Attention& a, int64_t row, int64_t kv_head, const Partial& 
     float* acc = result.acc + h * a.padded;
     for (int64_t d = 0; d < a.head_dim; ++d) acc[d] /= result.sum[h];
     const int64_t head = (row * a.kv_heads + kv_head) * a.group + h;
-    a.kernels.narrow(acc, nullptr, offset(a.out, head * a.head_dim * type_bytes(a.act)), a.act, a.head_dim);
+    a.kernels.narrow(acc, nullptr, offset(a.out, head * a.head_dim * type_bytes(a.act)), a.act,
+                     a.head_dim);
   }
 }
 
@@ -115,7 +117,8 @@ void whole_rows(const Attention& a, const Rows& rows, int64_t kv_head, Arena& ar
     part[r] = Partial::take(a, arena);
   }
   for (int64_t block = a.first_block(rows); block < a.end_block(rows); ++block) {
-    for (int64_t r = 0; r < rows.count; ++r) into[r] = block == a.first_block(rows.first + r) ? total[r] : part[r];
+    for (int64_t r = 0; r < rows.count; ++r)
+      into[r] = block == a.first_block(rows.first + r) ? total[r] : part[r];
     block_of(a, rows, kv_head, block, into, scratch);
     for (int64_t r = 0; r < rows.count; ++r) {
       const int64_t row = rows.first + r;
@@ -135,8 +138,8 @@ struct Spread {
 
 void spread_block(const Attention& a, Spread& spread, int64_t block, Arena& arena) {
   const Rows& rows = spread.rows;
-  block_of(a, rows, spread.kv_head, spread.first_block + block, spread.partials + block * rows.count,
-           Scratch(a, rows.count, arena));
+  block_of(a, rows, spread.kv_head, spread.first_block + block,
+           spread.partials + block * rows.count, Scratch(a, rows.count, arena));
   if (spread.left.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
   for (int64_t r = 0; r < rows.count; ++r) {
     const int64_t row = rows.first + r, first = a.first_block(row) - spread.first_block;
@@ -147,7 +150,8 @@ void spread_block(const Attention& a, Spread& spread, int64_t block, Arena& aren
   }
 }
 
-void run_spread(const Attention& a, Pool& pool, const Rows* groups, int64_t num_groups) {
+void run_spread(const Attention& a, Pool& pool, const Rows* groups, int64_t num_groups,
+                int64_t cost) {
   struct Unit {
     Spread* spread;
     int64_t block;
@@ -163,13 +167,17 @@ void run_spread(const Attention& a, Pool& pool, const Rows* groups, int64_t num_
     for (int64_t kv_head = 0; kv_head < a.kv_heads; ++kv_head) {
       Partial* partials = arena.take<Partial>(size_t(blocks * rows.count));
       for (int64_t p = 0; p < blocks * rows.count; ++p) partials[p] = Partial::take(a, arena);
-      auto* spread = new (arena.take<Spread>(1)) Spread{rows, kv_head, a.first_block(rows), blocks, partials, {blocks}};
+      auto* spread = new (arena.take<Spread>(1))
+          Spread{rows, kv_head, a.first_block(rows), blocks, partials, {blocks}};
       // the heads of a block one after the other: they lie side by side in memory
-      for (int64_t block = 0; block < blocks; ++block) unit[next + block * a.kv_heads + kv_head] = {spread, block};
+      for (int64_t block = 0; block < blocks; ++block)
+        unit[next + block * a.kv_heads + kv_head] = {spread, block};
     }
     next += blocks * a.kv_heads;
   }
-  pool.run(units, [&](int64_t u, int thread) { spread_block(a, *unit[u].spread, unit[u].block, pool.fresh(thread)); });
+  share(pool, units, cost, [&](int64_t u, int thread) {
+    spread_block(a, *unit[u].spread, unit[u].block, pool.fresh(thread));
+  });
 }
 
 int64_t group_rows(const int32_t* sequence, int64_t rows, Rows* groups) {
@@ -187,14 +195,18 @@ int64_t group_rows(const int32_t* sequence, int64_t rows, Rows* groups) {
 
 }  // namespace
 
-extern "C" int32_t ftd_attention(FtdOps* ops, const void* q, const void* k_pages, const void* v_pages, int32_t act,
-                                 const int32_t* page_table, int64_t table_width, const int32_t* sequence,
-                                 const int32_t* position, void* out, int64_t rows, int64_t heads, int64_t kv_heads,
-                                 int64_t head_dim, int64_t page_tokens, float scale, int64_t window) {
+extern "C" int32_t ftd_attention(FtdOps* ops, const void* q, const void* k_pages,
+                                 const void* v_pages, int32_t act, const int32_t* page_table,
+                                 int64_t table_width, const int32_t* sequence,
+                                 const int32_t* position, void* out, int64_t rows, int64_t heads,
+                                 int64_t kv_heads, int64_t head_dim, int64_t page_tokens,
+                                 float scale, int64_t window) {
   if (!known(act)) return FTD_BAD_TYPE;
-  if (kv_heads < 1 || heads % kv_heads || head_dim < 1 || page_tokens < 1 || window < 0) return FTD_BAD_SHAPE;
+  if (kv_heads < 1 || heads % kv_heads || head_dim < 1 || page_tokens < 1 || window < 0)
+    return FTD_BAD_SHAPE;
   for (int64_t row = 0; row < rows; ++row) {
-    if (position[row] < 0 || position[row] >= table_width * page_tokens || sequence[row] < 0) return FTD_BAD_INDEX;
+    if (position[row] < 0 || position[row] >= table_width * page_tokens || sequence[row] < 0)
+      return FTD_BAD_INDEX;
   }
   if (rows == 0) return 0;
   Pool& pool = ops->pool;
@@ -209,19 +221,24 @@ extern "C" int32_t ftd_attention(FtdOps* ops, const void* q, const void* k_pages
       for (int64_t d = head_dim; d < padded; ++d) wide[h * padded + d] = 0.0f;
     }
   });
-  const Attention a = {kernels,  k_pages, v_pages, act,   page_table, position, table_width, kv_heads, heads / kv_heads,
-                       head_dim, padded,  page_tokens, window, scale, wide,     out};
+  const Attention a = {
+      kernels,          k_pages,  v_pages, act,         page_table, position, table_width, kv_heads,
+      heads / kv_heads, head_dim, padded,  page_tokens, window,     scale,    wide,        out};
 
   Rows* groups = pool.shared().take<Rows>(size_t(rows));
   const int64_t num_groups = group_rows(sequence, rows, groups);
+  int64_t keys = 0;
+  for (int64_t row = 0; row < rows; ++row) keys += a.end(row) - a.begin(row);
+  const int64_t cost = cost_of(0, 2 * keys * heads * head_dim);
   size_t spread_floats = 0;
   for (int64_t g = 0; g < num_groups; ++g)
-    spread_floats += size_t(a.num_blocks(groups[g]) * groups[g].count * kv_heads) * Partial::floats(a);
+    spread_floats +=
+        size_t(a.num_blocks(groups[g]) * groups[g].count * kv_heads) * Partial::floats(a);
   const bool few = num_groups * kv_heads < kUnitsPerThread * pool.threads();
   if (few && pool.threads() > 1 && spread_floats <= kSpreadFloats) {
-    run_spread(a, pool, groups, num_groups);
+    run_spread(a, pool, groups, num_groups, cost);
   } else {
-    pool.run(num_groups * kv_heads, [&](int64_t unit, int thread) {
+    share(pool, num_groups * kv_heads, cost, [&](int64_t unit, int thread) {
       whole_rows(a, groups[unit / kv_heads], unit % kv_heads, pool.fresh(thread));
     });
   }

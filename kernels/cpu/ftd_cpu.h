@@ -1,4 +1,5 @@
-// C interface of the CPU kernels: pointers and sizes in, nothing allocated for the caller, no Python.
+// C interface of the CPU kernels: pointers and sizes in, nothing allocated for the caller, no
+// Python.
 //
 // Opened with ctypes, which drops the GIL for the length of each call. One call is one operation of
 // kernels/ops.py. Calls on one pool take turns; the calling thread computes along with the workers.
@@ -29,15 +30,16 @@ typedef struct FtdOps FtdOps;
 
 // Where the threads of a pool run. Thread 0 is whoever calls an operation and is never moved.
 typedef struct {
-  int32_t threads;          // including the caller
-  int32_t nodes;            // memory nodes the threads are spread over
-  const int32_t* node;      // [threads] node of each thread
-  const int32_t* cpu_end;   // [threads] end of the thread's list in cpus; empty list: not pinned
-  const int32_t* cpus;      // processor numbers
-  int32_t park_after_us;    // idle spinning before a worker sleeps
+  int32_t threads;         // including the caller
+  int32_t nodes;           // memory nodes the threads are spread over
+  const int32_t* node;     // [threads] node of each thread
+  const int32_t* cpu_end;  // [threads] end of the thread's list in cpus; empty list: not pinned
+  const int32_t* cpus;     // processor numbers
+  int32_t park_after_us;   // idle spinning before a worker sleeps
 } FtdPoolPlan;
 
-// One expert's record, as kernels/formats.py: ExpertLayout. Scaled formats add their offsets at the end.
+// One expert's record, as kernels/formats.py: ExpertLayout. Scaled formats add their offsets at the
+// end.
 typedef struct {
   int32_t format;
   int32_t hidden;
@@ -55,10 +57,12 @@ FTD_API int32_t ftd_isa_supported(int32_t index);
 
 FTD_API FtdPool* ftd_pool_create(const FtdPoolPlan* plan);
 FTD_API void ftd_pool_destroy(FtdPool* pool);
-FTD_API void ftd_pool_wake(FtdPool* pool);          // before a step: parked workers start spinning
-FTD_API int64_t ftd_pool_finished(FtdPool* pool);   // units of work done so far: grows while it is alive
-FTD_API int32_t ftd_pool_parked(FtdPool* pool);     // workers asleep
-// Memory [begin, begin + bytes) lies on a node: experts there are computed by that node's threads first.
+FTD_API void ftd_pool_wake(FtdPool* pool);  // before a step: parked workers start spinning
+FTD_API int64_t
+ftd_pool_finished(FtdPool* pool);  // units of work done so far: grows while it is alive
+FTD_API int32_t ftd_pool_parked(FtdPool* pool);  // workers asleep
+// Memory [begin, begin + bytes) lies on a node: experts there are computed by that node's threads
+// first.
 FTD_API void ftd_pool_place(FtdPool* pool, int64_t begin, int64_t bytes, int32_t node);
 
 FTD_API FtdOps* ftd_ops_create(FtdPool* pool, int32_t isa);
@@ -67,32 +71,38 @@ FTD_API void ftd_ops_destroy(FtdOps* ops);
 FTD_API void ftd_ops_prefetch(FtdOps* ops, int32_t format, int32_t several, int32_t bytes);
 
 // y[T, O] = x[T, K] · weight[O, K]ᵀ + bias. y is of type out: bf16 or f32; bias may be null.
-FTD_API int32_t ftd_linear(FtdOps* ops, const void* x, int32_t act, const void* weight, int32_t format,
-                           const void* bias, int32_t bias_type, void* y, int32_t out, int64_t tokens,
-                           int64_t outputs, int64_t inputs);
+FTD_API int32_t ftd_linear(FtdOps* ops, const void* x, int32_t act, const void* weight,
+                           int32_t format, const void* bias, int32_t bias_type, void* y,
+                           int32_t out, int64_t tokens, int64_t outputs, int64_t inputs);
 
-// y[T, H] f32 = Σ_k weights[t, k] · down(silu(gate x) · up x) of expert ids[t, k], in the order of k.
-FTD_API int32_t ftd_moe(FtdOps* ops, const void* x, int32_t act, const int32_t* ids, const float* weights,
-                        const int64_t* address, const FtdExpertLayout* layout, float* y, int64_t tokens,
-                        int64_t routes, int64_t experts);
+// y[T, H] f32 = Σ_k weights[t, k] · down(silu(gate x) · up x) of expert ids[t, k], in the order of
+// k.
+FTD_API int32_t ftd_moe(FtdOps* ops, const void* x, int32_t act, const int32_t* ids,
+                        const float* weights, const int64_t* address, const FtdExpertLayout* layout,
+                        float* y, int64_t tokens, int64_t routes, int64_t experts);
 
 // Causal attention of rows over paged keys and values; window 0: all positions up to the row's own.
-FTD_API int32_t ftd_attention(FtdOps* ops, const void* q, const void* k_pages, const void* v_pages, int32_t act,
-                              const int32_t* page_table, int64_t table_width, const int32_t* sequence,
-                              const int32_t* position, void* out, int64_t rows, int64_t heads, int64_t kv_heads,
-                              int64_t head_dim, int64_t page_tokens, float scale, int64_t window);
+FTD_API int32_t ftd_attention(FtdOps* ops, const void* q, const void* k_pages, const void* v_pages,
+                              int32_t act, const int32_t* page_table, int64_t table_width,
+                              const int32_t* sequence, const int32_t* position, void* out,
+                              int64_t rows, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                              int64_t page_tokens, float scale, int64_t window);
 
-FTD_API int32_t ftd_write_kv(FtdOps* ops, const void* k, const void* v, const int64_t* place, void* k_pages,
-                             void* v_pages, int64_t rows, int64_t places,
+FTD_API int32_t ftd_write_kv(FtdOps* ops, const void* k, const void* v, const int64_t* place,
+                             void* k_pages, void* v_pages, int64_t rows, int64_t places,
                              int64_t row_bytes);
-FTD_API int32_t ftd_rms_norm(FtdOps* ops, const void* x, int32_t type, const void* weight, int32_t weight_type,
-                             void* y, int32_t out, int64_t rows, int64_t width, float eps);
-FTD_API int32_t ftd_rope(FtdOps* ops, void* x, int32_t act, const float* cos, const float* sin, int64_t rows,
-                         int64_t heads, int64_t head_dim, int64_t half, int32_t interleaved);
-FTD_API int32_t ftd_silu_mul(FtdOps* ops, const void* gate, const void* up, void* y, int32_t act, int64_t count);
+FTD_API int32_t ftd_rms_norm(FtdOps* ops, const void* x, int32_t type, const void* weight,
+                             int32_t weight_type, void* y, int32_t out, int64_t rows, int64_t width,
+                             float eps);
+FTD_API int32_t ftd_rope(FtdOps* ops, void* x, int32_t act, const float* cos, const float* sin,
+                         int64_t rows, int64_t heads, int64_t head_dim, int64_t half,
+                         int32_t interleaved);
+FTD_API int32_t ftd_silu_mul(FtdOps* ops, const void* gate, const void* up, void* y, int32_t act,
+                             int64_t count);
 
-// Reads bytes with all threads and returns a checksum: the machine's own bandwidth, to compare with.
-FTD_API int64_t ftd_read(FtdOps* ops, const void* data, int64_t bytes);
+// Reads bytes at each of so many addresses with all threads and returns a checksum: the machine's
+// own bandwidth, to compare with.
+FTD_API int64_t ftd_read(FtdOps* ops, const int64_t* address, int64_t count, int64_t bytes);
 
 #ifdef __cplusplus
 }

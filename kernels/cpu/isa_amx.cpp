@@ -1,4 +1,5 @@
-// AMX: bf16 weights times bf16 activations for four tokens and more, 16 rows by 16 tokens at a time.
+// AMX: bf16 weights times bf16 activations for five tokens and more, 16 rows by 16 tokens at a
+// time.
 //
 // Weights are read in place as the left tile: 16 rows of 32 numbers. Tokens lie in groups of 16,
 // inputs in pairs: [inputs / 2][16 tokens][2], which is how the right tile wants them. One group
@@ -43,15 +44,16 @@ struct RowTile {
     stride = 64;
     memset(copy, 0, kTileBytes);
     const int64_t bytes = least(kInputs, inputs - k) * 2;
-    for (int64_t r = 0; r < least(kRows, rows); ++r) memcpy(copy + r * 64, data + r * row_bytes + k * 2, size_t(bytes));
+    for (int64_t r = 0; r < least(kRows, rows); ++r)
+      memcpy(copy + r * 64, data + r * row_bytes + k * 2, size_t(bytes));
     return copy;
   }
 };
 
 // Up to 32 rows by up to two groups; asks for the bytes of ahead meanwhile, in their order.
 template <bool kTwoRows, bool kTwoGroups>
-void multiply(const RowTile* rows, int64_t inputs, const uint8_t* group0, const uint8_t* group1, const char* ahead,
-              float (*sums)[kRows * kLanes]) {
+void multiply(const RowTile* rows, int64_t inputs, const uint8_t* group0, const uint8_t* group1,
+              const char* ahead, float (*sums)[kRows * kLanes]) {
   alignas(64) uint8_t copy[2][kTileBytes];
   const int64_t ahead_bytes = (kTwoRows ? 2 : 1) * kTileBytes;
   _tile_zero(0);
@@ -99,17 +101,20 @@ void matmul(const MatmulCall& call) {
   const char* weight = reinterpret_cast<const char*>(call.weight);
   // one group leaves memory as the limit: smaller blocks, of which the first comes unannounced
   const int64_t block = call.tokens > kLanes ? 2 * kRows : kRows;
-  for (int64_t byte = 0; byte < least(end, block * row_bytes); byte += 64) __builtin_prefetch(weight + byte, 0, 2);
+  for (int64_t byte = 0; byte < least(end, block * row_bytes); byte += 64)
+    __builtin_prefetch(weight + byte, 0, 2);
   for (int64_t row = 0; row < call.rows; row += block) {
     const uint8_t* data = call.weight + row * row_bytes;
     const RowTile tiles[2] = {{data, row_bytes, call.rows - row},
                               {data + kRows * row_bytes, row_bytes, call.rows - row - kRows}};
     const bool two_rows = tiles[1].rows > 0 && block > kRows;
-    const char* ahead = (row + 2 * block) * row_bytes <= end ? weight + (row + block) * row_bytes : nullptr;
+    const char* ahead =
+        (row + 2 * block) * row_bytes <= end ? weight + (row + block) * row_bytes : nullptr;
     for (int64_t token = 0; token < call.tokens; token += 2 * kLanes) {
       const auto* group0 = static_cast<const uint8_t*>(call.x[token / kLanes]);
       const bool two_groups = call.tokens - token > kLanes;
-      const auto* group1 = two_groups ? static_cast<const uint8_t*>(call.x[token / kLanes + 1]) : nullptr;
+      const auto* group1 =
+          two_groups ? static_cast<const uint8_t*>(call.x[token / kLanes + 1]) : nullptr;
       const auto run = two_rows ? (two_groups ? multiply<true, true> : multiply<true, false>)
                                 : (two_groups ? multiply<false, true> : multiply<false, false>);
       run(tiles, call.inputs, group0, group1, token ? nullptr : ahead, sums);
@@ -125,7 +130,8 @@ void matmul(const MatmulCall& call) {
   _tile_release();
 }
 
-void pack(const void* x, int type, int64_t first, int64_t count, int64_t inputs, int lane, void* group) {
+void pack(const void* x, int type, int64_t first, int64_t count, int64_t inputs, int lane,
+          void* group) {
   bf16* to = static_cast<bf16*>(group) + lane * 2;
   auto place = [&](int64_t k) -> bf16& { return to[k / 2 * (2 * kLanes) + k % 2]; };
   for (int64_t i = 0; i < count; ++i) {

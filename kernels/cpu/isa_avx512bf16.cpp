@@ -1,4 +1,5 @@
-// AVX512-BF16: bf16 weights times bf16 activations, two exact products an addition, sums in float32.
+// AVX512-BF16: bf16 weights times bf16 activations, two exact products an addition, sums in
+// float32.
 //
 // Everything else is AVX-512's. The order of additions depends on the number of tokens; the unit
 // flushes denormals. Zen 4, Cooper Lake, Sapphire Rapids and later.
@@ -16,16 +17,17 @@
 namespace ftd {
 namespace {
 
-constexpr int kWidth = 32;        // numbers in a register
+constexpr int kWidth = 32;  // numbers in a register
 constexpr int kStep = 4 * kWidth;
-constexpr int kRowTokens = 6;     // 24 of 32 registers hold partial sums
+constexpr int kRowTokens = 6;  // 24 of 32 registers hold partial sums
 constexpr int kTileRows = 4, kTileTokens = 6;
 
 __m512bh load(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
 
 // R rows against C tokens with U partial sums each, the weights of a step read line by line.
 template <int R, int C, int U>
-void dot(const bf16* w, int64_t inputs, const bf16* const* x, float* out, int64_t out_stride, int64_t prefetch_bytes) {
+void dot(const bf16* w, int64_t inputs, const bf16* const* x, float* out, int64_t out_stride,
+         int64_t prefetch_bytes) {
   __m512 acc[R][C][U];
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < C; ++c)
@@ -39,7 +41,8 @@ void dot(const bf16* w, int64_t inputs, const bf16* const* x, float* out, int64_
 #pragma GCC unroll 8
       for (int c = 0; c < C; ++c) {
         const __m512bh v = load(x[c] + k + i * kWidth);
-        for (int r = 0; r < R; ++r) acc[r][c][i % U] = _mm512_dpbf16_ps(acc[r][c][i % U], weight[r], v);
+        for (int r = 0; r < R; ++r)
+          acc[r][c][i % U] = _mm512_dpbf16_ps(acc[r][c][i % U], weight[r], v);
       }
     }
   };
@@ -47,12 +50,14 @@ void dot(const bf16* w, int64_t inputs, const bf16* const* x, float* out, int64_
   for (; k + kStep <= inputs; k += kStep) {
     for (int r = 0; r < R; ++r)
       for (int line = 0; line < kStep * 2; line += 64)
-        __builtin_prefetch(reinterpret_cast<const char*>(w + r * inputs + k) + prefetch_bytes + line, 0, 2);
+        __builtin_prefetch(
+            reinterpret_cast<const char*>(w + r * inputs + k) + prefetch_bytes + line, 0, 2);
     step(w + k, inputs, k);
   }
   if (k < inputs) {
     bf16 rest[R][kStep] = {};
-    for (int r = 0; r < R; ++r) memcpy(rest[r], w + r * inputs + k, size_t(inputs - k) * sizeof(bf16));
+    for (int r = 0; r < R; ++r)
+      memcpy(rest[r], w + r * inputs + k, size_t(inputs - k) * sizeof(bf16));
     step(rest[0], kStep, k);
   }
   for (int r = 0; r < R; ++r) {
@@ -65,7 +70,8 @@ void dot(const bf16* w, int64_t inputs, const bf16* const* x, float* out, int64_
 }
 
 template <int R, int C, int U>
-void dot_rows(const MatmulCall& call, int64_t row, int64_t rows, int64_t token, int64_t prefetch_bytes) {
+void dot_rows(const MatmulCall& call, int64_t row, int64_t rows, int64_t token,
+              int64_t prefetch_bytes) {
   const bf16* w = reinterpret_cast<const bf16*>(call.weight) + row * call.inputs;
   const bf16* x[C];
   for (int c = 0; c < C; ++c) x[c] = static_cast<const bf16*>(call.x[token + c]);
@@ -78,7 +84,8 @@ void dot_rows(const MatmulCall& call, int64_t row, int64_t rows, int64_t token, 
 }
 
 template <int R, int C, int U>
-void dot_tile(const MatmulCall& call, int64_t row, int64_t rows, int64_t token, int64_t tokens, int64_t prefetch_bytes) {
+void dot_tile(const MatmulCall& call, int64_t row, int64_t rows, int64_t token, int64_t tokens,
+              int64_t prefetch_bytes) {
   if constexpr (C > 1) {
     if (tokens < C) return dot_tile<R, C - 1, U>(call, row, rows, token, tokens, prefetch_bytes);
   }
@@ -96,7 +103,8 @@ void matmul(const MatmulCall& call) {
     const int64_t rows = least(kBlockRows, call.rows - row);
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const int64_t token = call.tokens * tile / tiles, next = call.tokens * (tile + 1) / tiles;
-      dot_tile<kTileRows, kTileTokens, 1>(call, row, rows, token, next - token, tile ? 0 : call.prefetch_bytes);
+      dot_tile<kTileRows, kTileTokens, 1>(call, row, rows, token, next - token,
+                                          tile ? 0 : call.prefetch_bytes);
     }
   }
 }
@@ -108,7 +116,8 @@ void pack(const void* x, int type, int64_t first, int64_t count, int64_t inputs,
   } else {
     for (int64_t i = 0; i < count; ++i) narrow(static_cast<const float*>(x)[i], to[i]);
   }
-  if (first + count == inputs) memset(to + count, 0, size_t(round_up(inputs, kStep) - inputs) * sizeof(bf16));
+  if (first + count == inputs)
+    memset(to + count, 0, size_t(round_up(inputs, kStep) - inputs) * sizeof(bf16));
 }
 
 constexpr Matmul kMatmul = {1, kStep, sizeof(bf16), pack, matmul};

@@ -34,17 +34,35 @@ Vec each(F f) {
   return r;
 }
 
-Vec operator+(const Vec& a, const Vec& b) { return each([&](int i) { return a.v[i] + b.v[i]; }); }
-Vec operator-(const Vec& a, const Vec& b) { return each([&](int i) { return a.v[i] - b.v[i]; }); }
-Vec operator*(const Vec& a, const Vec& b) { return each([&](int i) { return a.v[i] * b.v[i]; }); }
-Vec operator/(const Vec& a, const Vec& b) { return each([&](int i) { return a.v[i] / b.v[i]; }); }
-Vec fma(const Vec& a, const Vec& b, const Vec& c) { return each([&](int i) { return a.v[i] * b.v[i] + c.v[i]; }); }
-Vec lower(const Vec& a, const Vec& b) { return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
-Vec upper(const Vec& a, const Vec& b) { return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
-Vec round_to_int(const Vec& a) { return each([&](int i) { return nearbyintf(a.v[i]); }); }
+Vec operator+(const Vec& a, const Vec& b) {
+  return each([&](int i) { return a.v[i] + b.v[i]; });
+}
+Vec operator-(const Vec& a, const Vec& b) {
+  return each([&](int i) { return a.v[i] - b.v[i]; });
+}
+Vec operator*(const Vec& a, const Vec& b) {
+  return each([&](int i) { return a.v[i] * b.v[i]; });
+}
+Vec operator/(const Vec& a, const Vec& b) {
+  return each([&](int i) { return a.v[i] / b.v[i]; });
+}
+Vec fma(const Vec& a, const Vec& b, const Vec& c) {
+  return each([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });
+}
+Vec lower(const Vec& a, const Vec& b) {
+  return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
+}
+Vec upper(const Vec& a, const Vec& b) {
+  return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+}
+Vec round_to_int(const Vec& a) {
+  return each([&](int i) { return nearbyintf(a.v[i]); });
+}
 Vec power_of_two(const Vec& n) {
   // a NaN makes the other factor NaN already; its conversion would be undefined
-  return each([&](int i) { return n.v[i] == n.v[i] ? float_of(uint32_t(int(n.v[i]) + 127) << 23) : n.v[i]; });
+  return each([&](int i) {
+    return n.v[i] == n.v[i] ? float_of(uint32_t(int(n.v[i]) + 127) << 23) : n.v[i];
+  });
 }
 Vec kept(const Vec& a) { return a; }
 float first(const Vec& a) { return a.v[0]; }

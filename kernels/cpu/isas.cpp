@@ -21,7 +21,8 @@ bool always() { return true; }
 
 // __builtin_cpu_supports also asks whether the system saves the registers.
 bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("f16c");
 }
 
 bool has_avx512() {
@@ -31,7 +32,8 @@ bool has_avx512() {
 
 bool has_avx512bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 
-// Tiles for bf16, which Linux gives to those who ask: a permission of the process, for all its threads.
+// Tiles for bf16, which Linux gives to those who ask: a permission of the process, for all its
+// threads.
 bool has_amx() {
   unsigned a, b, c, d;
   if (!has_avx512bf16() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
@@ -55,7 +57,9 @@ constexpr int kNumIsas = sizeof kIsas / sizeof *kIsas;
 
 }  // namespace
 
-const char* isa_name(int index) { return index >= 0 && index < kNumIsas ? kIsas[index].name : nullptr; }
+const char* isa_name(int index) {
+  return index >= 0 && index < kNumIsas ? kIsas[index].name : nullptr;
+}
 
 const Kernels* isa_kernels(int index) {
   return index >= 0 && index < kNumIsas && kIsas[index].here() ? kIsas[index].kernels() : nullptr;

@@ -1,8 +1,9 @@
 // y[t] = Σ_k weights[t, k] · W2 (silu(W1 x[t]) ⊙ W3 x[t]) with the matrices of expert ids[t, k].
 //
-// Routes are sorted by expert, so each distinct expert is read once: 3 · H · I weights. Two jobs: gate
-// and up rows of all experts, then down rows; between them lies the only barrier. A unit of the second
-// job owns its rows of y: it adds a token's routes in the order of k, whatever expert came first.
+// Routes are sorted by expert, so each distinct expert is read once: 3 · H · I weights. Two jobs:
+// gate and up rows of all experts, then down rows; between them lies the only barrier. A unit of
+// the second job owns its rows of y: it adds a token's routes in the order of k, whatever expert
+// came first.
 #include <string.h>
 
 #include "ops.h"
@@ -32,18 +33,16 @@ struct Moe {
   int64_t num_routes;
 };
 
-constexpr int64_t kUnitRows = 64;
 constexpr int64_t kDownFloats = 1 << 18;  // of products a thread holds before they are added: 1 MiB
 
-// Rows of a matrix that one unit computes: long enough to read in one sweep, short enough that the
-// threads end together.
+// Rows of a matrix that one unit computes: 64 or 128, so that each thread gets some eight units.
 int64_t unit_rows(int64_t rows, int64_t groups, int threads) {
-  const int64_t share = rows * groups / (8 * threads) / kPackAlign * kPackAlign;
-  return greatest(kPackAlign, least(kUnitRows * 2, share));
+  return rows * groups < 8 * threads * 2 * kPackAlign ? kPackAlign : 2 * kPackAlign;
 }
 
 // Sorts routes by expert. False where an id is out of range.
-bool group_routes(Moe& moe, Pool& pool, const int32_t* ids, const int64_t* address, int64_t experts) {
+bool group_routes(Moe& moe, Pool& pool, const int32_t* ids, const int64_t* address,
+                  int64_t experts) {
   Arena& arena = pool.shared();
   const int64_t all = moe.tokens * moe.routes;
   int32_t* begin = arena.take<int32_t>(size_t(experts + 1));
@@ -105,7 +104,8 @@ void pack_inputs(Moe& moe, FtdOps& ops, const void* x) {
     const Packed packed = packed_groups(pool.shared(), single, moe.tokens, hidden);
     split(pool, moe.tokens, 1, hidden * 4, [&](int64_t first, int64_t last, int) {
       for (int64_t t = first; t < last; ++t)
-        single.pack(offset(x, t * x_row_bytes), moe.act, 0, hidden, hidden, 0, const_cast<void*>(packed.groups[t]));
+        single.pack(offset(x, t * x_row_bytes), moe.act, 0, hidden, hidden, 0,
+                    const_cast<void*>(packed.groups[t]));
     });
     for (int64_t g = 0; g < moe.num_groups; ++g) {
       Group& group = moe.groups[g];
@@ -124,7 +124,8 @@ void pack_inputs(Moe& moe, FtdOps& ops, const void* x) {
 }
 
 // First job: h rows [first, last) of one expert, for all its tokens, packed for the down matrix.
-void gate_up_rows(const Moe& moe, FtdOps& ops, const Group& group, int64_t first, int64_t last, Arena& arena) {
+void gate_up_rows(const Moe& moe, FtdOps& ops, const Group& group, int64_t first, int64_t last,
+                  Arena& arena) {
   const FtdExpertLayout& layout = moe.layout;
   const int64_t rows = last - first, row_bytes = layout.hidden * type_bytes(layout.format);
   const int64_t prefetch = ops.prefetch_bytes[layout.format][group.count > 1];
@@ -136,13 +137,14 @@ void gate_up_rows(const Moe& moe, FtdOps& ops, const Group& group, int64_t first
   group.gate_up->run({w3, layout.hidden, rows, group.x, group.count, up, rows, prefetch});
   ops.kernels.gate_up(gate, up, gate, rows * group.count, moe.act);
   for (int64_t i = 0; i < group.count; ++i) {
-    group.down->pack(gate + i * rows, FTD_F32, first, rows, layout.inner, int(i % group.down->group),
-                     const_cast<void*>(group.h[i / group.down->group]));
+    group.down->pack(gate + i * rows, FTD_F32, first, rows, layout.inner,
+                     int(i % group.down->group), const_cast<void*>(group.h[i / group.down->group]));
   }
 }
 
 // Second job: rows [first, last) of y, all experts.
-void down_rows(const Moe& moe, FtdOps& ops, const float* weights, float* y, int64_t first, int64_t last, Arena& arena) {
+void down_rows(const Moe& moe, FtdOps& ops, const float* weights, float* y, int64_t first,
+               int64_t last, Arena& arena) {
   const FtdExpertLayout& layout = moe.layout;
   const int64_t rows = last - first, row_bytes = layout.inner * type_bytes(layout.format);
   float* products = arena.take<float>(size_t(rows * moe.num_routes));
@@ -151,8 +153,8 @@ void down_rows(const Moe& moe, FtdOps& ops, const float* weights, float* y, int6
   float* out = products;
   for (int64_t g = 0; g < moe.num_groups; ++g) {
     const Group& group = moe.groups[g];
-    group.down->run({group.record + layout.down + first * row_bytes, layout.inner, rows, group.h, group.count, out,
-                     rows, ops.prefetch_bytes[layout.format][group.count > 1]});
+    group.down->run({group.record + layout.down + first * row_bytes, layout.inner, rows, group.h,
+                     group.count, out, rows, ops.prefetch_bytes[layout.format][group.count > 1]});
     for (int64_t i = 0; i < group.count; ++i, out += rows) of_route[group.routes[i]] = out;
   }
   for (int64_t t = 0; t < moe.tokens; ++t) {
@@ -167,11 +169,13 @@ void down_rows(const Moe& moe, FtdOps& ops, const float* weights, float* y, int6
 
 }  // namespace
 
-extern "C" int32_t ftd_moe(FtdOps* ops, const void* x, int32_t act, const int32_t* ids, const float* weights,
-                           const int64_t* address, const FtdExpertLayout* layout, float* y, int64_t tokens,
-                           int64_t routes, int64_t experts) {
+extern "C" int32_t ftd_moe(FtdOps* ops, const void* x, int32_t act, const int32_t* ids,
+                           const float* weights, const int64_t* address,
+                           const FtdExpertLayout* layout, float* y, int64_t tokens, int64_t routes,
+                           int64_t experts) {
   if (!known(act) || !known(layout->format)) return FTD_BAD_TYPE;
-  if (tokens < 0 || routes < 0 || experts < 0 || layout->hidden < 1 || layout->inner < 1) return FTD_BAD_SHAPE;
+  if (tokens < 0 || routes < 0 || experts < 0 || layout->hidden < 1 || layout->inner < 1)
+    return FTD_BAD_SHAPE;
   Pool& pool = ops->pool;
   const Turn turn(pool);
   Moe moe = {*layout, act, tokens, routes, nullptr, 0, 0};
@@ -186,18 +190,23 @@ extern "C" int32_t ftd_moe(FtdOps* ops, const void* x, int32_t act, const int32_
     while (g < moe.num_groups && moe.groups[g].node == node) ++g;
     ends[node] = g * units1;
   }
-  pool.run(
-      moe.num_groups * units1,
+  const int64_t matrix_bytes = inner * hidden * type_bytes(layout->format);
+  const int64_t down_cost = cost_of(moe.num_groups * matrix_bytes, moe.num_routes * inner * hidden);
+  share(
+      pool, moe.num_groups * units1, 2 * down_cost,
       [&](int64_t unit, int thread) {
         const int64_t first = unit % units1 * rows1;
-        gate_up_rows(moe, *ops, moe.groups[unit / units1], first, least(inner, first + rows1), pool.fresh(thread));
+        gate_up_rows(moe, *ops, moe.groups[unit / units1], first, least(inner, first + rows1),
+                     pool.fresh(thread));
       },
       ends);
 
   const int64_t fitting = kDownFloats / greatest(1, moe.num_routes) / 16 * 16;
-  const int64_t rows2 = greatest(16, least(fitting, unit_rows(hidden, moe.num_groups, pool.threads())));
-  pool.run((hidden + rows2 - 1) / rows2, [&](int64_t unit, int thread) {
-    down_rows(moe, *ops, weights, y, unit * rows2, least(hidden, (unit + 1) * rows2), pool.fresh(thread));
+  const int64_t rows2 =
+      greatest(16, least(fitting, unit_rows(hidden, moe.num_groups, pool.threads())));
+  share(pool, (hidden + rows2 - 1) / rows2, down_cost, [&](int64_t unit, int thread) {
+    down_rows(moe, *ops, weights, y, unit * rows2, least(hidden, (unit + 1) * rows2),
+              pool.fresh(thread));
   });
   return 0;
 }

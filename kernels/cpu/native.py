@@ -26,6 +26,7 @@ from .topology import Node, default_threads, discover_nodes, place_threads, usab
 ABI = 1
 PARK_AFTER_US = 200  # waking a sleeping worker costs 50 µs: more than a layer's work
 PREFETCH_CHOICES_BYTES = (0, 2048, 8192, 16384)
+CALIBRATION_TOKENS = (1, 3)  # three: with more, AMX takes over and finds its own way
 
 _CODE = {row.dtype: row.code for row in FORMATS.values()}
 
@@ -76,7 +77,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ftd_rms_norm": (_I, (_P, _P, _I, _P, _I, _P, _I, _N, _N, _F)),
     "ftd_rope": (_I, (_P, _P, _I, _P, _P, _N, _N, _N, _N, _I)),
     "ftd_silu_mul": (_I, (_P, _P, _P, _P, _I, _N)),
-    "ftd_read": (_N, (_P, _P, _N)),
+    "ftd_read": (_N, (_P, _P, _N, _N)),
 }
 
 
@@ -89,7 +90,7 @@ class Calibration:
     """What ``NativeOps.calibrate`` measured and set."""
 
     prefetch_bytes: tuple[int, int]  # for one token, for several
-    expert_bytes_per_s: tuple[float, float]  # expert weights, for one token and for four
+    expert_bytes_per_s: tuple[float, float]  # expert weights, for one token and for three
     read_bytes_per_s: float  # plain read of the same memory by the same threads
 
 
@@ -453,9 +454,10 @@ class NativeOps:
         assert fault == 0, (fault, gate.shape)
         return y
 
-    def read(self, address: int, num_bytes: int) -> int:
-        """Read memory with all threads as fast as the machine can; a checksum of it."""
-        return self._c.ftd_read(self._ops, address, num_bytes)
+    def read(self, address: torch.Tensor, num_bytes: int) -> int:
+        """Read so many bytes at each address as plainly as the machine can; a checksum of them."""
+        assert address.dtype == torch.int64 and address.is_contiguous(), address.dtype
+        return self._c.ftd_read(self._ops, address.data_ptr(), address.numel(), num_bytes)
 
     def set_prefetch(self, layout: ExpertLayout, one_bytes: int, several_bytes: int) -> None:
         """How far ahead weights of this format are asked for, with one token and with several."""
@@ -473,12 +475,17 @@ class NativeOps:
         """Measure prefetch distances on real experts, set the best, report the rates reached.
 
         The best distance depends on the processor, the format and the number of tokens; a wrong one
-        costs up to half the speed. Candidates take turns, so that noise meets them alike.
+        costs up to half the speed. Candidates take turns, so that noise meets them alike. Takes
+        about ``seconds``, and longer where one round of all candidates does.
         """
         generator = torch.Generator().manual_seed(0)
         per_token = min(experts_per_token, address.numel())
+
+        def draw() -> torch.Tensor:
+            return torch.randperm(address.numel(), generator=generator)[:per_token]
+
         best, rates = [], []
-        for tokens in (1, 4):
+        for tokens in CALIBRATION_TOKENS:
             x = torch.randn(tokens, layout.hidden, generator=generator).to(act)
             weights = torch.full((tokens, per_token), 1.0 / per_token)
             samples: dict[int, list[float]] = {c: [] for c in PREFETCH_CHOICES_BYTES}
@@ -486,8 +493,8 @@ class NativeOps:
             while time.perf_counter() < deadline or not all(samples.values()):
                 for choice in PREFETCH_CHOICES_BYTES:
                     self.set_prefetch(layout, choice, choice)
-                    row = torch.randperm(address.numel(), generator=generator)[:per_token]
-                    ids = row.to(torch.int32).expand(tokens, per_token).contiguous()
+                    ids = draw().to(torch.int32).repeat(tokens, 1)
+                    self.pool.wake()
                     begin = time.perf_counter()
                     self.moe(x, ids, weights, address, layout)
                     samples[choice].append(time.perf_counter() - begin)
@@ -495,19 +502,12 @@ class NativeOps:
             best.append(min(took, key=took.__getitem__))
             rates.append(per_token * layout.payload_bytes / took[best[-1]])
         self.set_prefetch(layout, best[0], best[1])
-        return Calibration(
-            (best[0], best[1]),
-            (rates[0], rates[1]),
-            self._read_rate(layout, address, seconds * 0.1),
-        )
 
-    def _read_rate(self, layout: ExpertLayout, address: torch.Tensor, seconds: float) -> float:
-        rates: list[float] = []
-        deadline = time.perf_counter() + seconds
-        for record in address[torch.randperm(address.numel())].tolist():
+        reads: list[float] = []
+        deadline = time.perf_counter() + seconds * 0.1
+        while time.perf_counter() < deadline or not reads:
+            records = address[draw()]
             begin = time.perf_counter()
-            self.read(record, layout.payload_bytes)
-            rates.append(layout.payload_bytes / (time.perf_counter() - begin))
-            if time.perf_counter() > deadline:
-                break
-        return median(rates)
+            self.read(records, layout.payload_bytes)
+            reads.append(per_token * layout.payload_bytes / (time.perf_counter() - begin))
+        return Calibration((best[0], best[1]), (rates[0], rates[1]), median(reads))

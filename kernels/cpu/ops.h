@@ -28,25 +28,41 @@ class Turn {
 
 inline bool known(int32_t type) { return type >= 0 && type < kTypes; }
 
-inline const void* offset(const void* p, int64_t bytes) { return static_cast<const char*>(p) + bytes; }
+inline const void* offset(const void* p, int64_t bytes) {
+  return static_cast<const char*>(p) + bytes;
+}
 inline void* offset(void* p, int64_t bytes) { return static_cast<char*>(p) + bytes; }
 
-// Work below this many bytes (or multiplications) is done by the caller: handing it out costs as much.
+// Cost of work: bytes read or, where that is more, a quarter of the multiplications. Below the
+// first number the caller does it alone, since handing it out costs as much; pieces of the second
+// are long enough to read at full speed, and short enough that the threads end together.
 constexpr int64_t kWorthSharing = 48 << 10;
+constexpr int64_t kPieceCost = 512 << 10;
 
-// Runs work(first, last, thread) over pieces of [0, count), each a multiple of align but for the last.
-// cost is that of one item, in bytes read or multiplications.
+inline int64_t cost_of(int64_t bytes, int64_t multiplications) {
+  return greatest(bytes, multiplications / 4);
+}
+
+// Pool::run where the work as a whole is worth it.
+template <class Work>
+void share(Pool& pool, int64_t units, int64_t cost, Work&& work, const int64_t* ends = nullptr) {
+  if (cost >= kWorthSharing) return pool.run(units, work, ends);
+  for (int64_t unit = 0; unit < units; ++unit) work(unit, 0);
+}
+
+// Runs work(first, last, thread) over pieces of [0, count), each a multiple of align but for the
+// last. cost is that of one item.
 template <class Work>
 void split(Pool& pool, int64_t count, int64_t align, int64_t cost, Work&& work) {
-  const int64_t blocks = (count + align - 1) / align;
-  if (count * cost < kWorthSharing || pool.threads() == 1) {
-    work(0, count, 0);
-    return;
-  }
+  const int64_t blocks = (count + align - 1) / align, total = count * cost;
+  if (total < kWorthSharing || pool.threads() == 1) return work(0, count, 0);
   // several pieces a thread, so that a thread that was held up leaves its share to others
-  const int64_t pieces = least(blocks, greatest(2, least(count * cost / kWorthSharing, 8 * pool.threads())));
+  const int64_t wanted =
+      greatest(total / kPieceCost, least(total / kWorthSharing, 8 * pool.threads()));
+  const int64_t pieces = least(blocks, greatest(2, wanted));
   pool.run(pieces, [&](int64_t piece, int thread) {
-    work(blocks * piece / pieces * align, least(count, blocks * (piece + 1) / pieces * align), thread);
+    work(blocks * piece / pieces * align, least(count, blocks * (piece + 1) / pieces * align),
+         thread);
   });
 }
 

@@ -33,11 +33,13 @@ int64_t now_ns() {
 }
 
 void futex_wait(std::atomic<uint32_t>& word, uint32_t expected) {
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, expected, nullptr, nullptr, 0);
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, expected, nullptr,
+          nullptr, 0);
 }
 
 void futex_wake_all(std::atomic<uint32_t>& word) {
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, 0x7fffffff, nullptr, nullptr, 0);
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, 0x7fffffff, nullptr,
+          nullptr, 0);
 }
 
 void pin(std::thread& thread, const int32_t* begin, const int32_t* end) {
@@ -47,7 +49,8 @@ void pin(std::thread& thread, const int32_t* begin, const int32_t* end) {
   for (const int32_t* cpu = begin; cpu != end; ++cpu) {
     if (*cpu >= 0 && *cpu < CPU_SETSIZE) CPU_SET(*cpu, &set);
   }
-  pthread_setaffinity_np(thread.native_handle(), sizeof set, &set);  // a wish: a refusal changes no result
+  pthread_setaffinity_np(thread.native_handle(), sizeof set,
+                         &set);  // a wish: a refusal changes no result
 }
 
 }  // namespace
@@ -158,11 +161,13 @@ void Pool::publish(int64_t units, Body body, void* context, const int64_t* ends)
   const uint64_t high = uint64_t(generation) << 32;
   // A late thread of the job before must not pair the old ticket with the new description: close
   // the tickets first; every load of the description in work() acquires that.
-  for (int n = 0; n < nodes_; ++n) queues_[n].ticket.store(high | kNoUnits, std::memory_order_relaxed);
+  for (int n = 0; n < nodes_; ++n)
+    queues_[n].ticket.store(high | kNoUnits, std::memory_order_relaxed);
   body_.store(body, std::memory_order_release);
   context_.store(context, std::memory_order_release);
   for (int n = 0; n < nodes_; ++n) {
-    queues_[n].end.store(ends ? ends[n] : units * node_threads_[n] / threads_, std::memory_order_release);
+    queues_[n].end.store(ends ? ends[n] : units * node_threads_[n] / threads_,
+                         std::memory_order_release);
   }
   for (int n = 0; n < nodes_; ++n) {
     const int64_t begin = n ? queues_[n - 1].end.load(std::memory_order_relaxed) : 0;
@@ -207,7 +212,8 @@ bool Pool::wait_for_job(uint32_t seen) {
       relax();
     }
     parked_.fetch_add(1);
-    if (!stop_.load()) futex_wait(signal_, signal);  // returns at once if anything was signalled meanwhile
+    if (!stop_.load())
+      futex_wait(signal_, signal);  // returns at once if anything was signalled meanwhile
     parked_.fetch_sub(1);
   }
 }

@@ -55,13 +55,15 @@ class Pool {
   int threads() const { return threads_; }
   int nodes() const { return nodes_; }
 
-  // Runs work(unit, thread) for every unit in [0, units). With ends, node n's threads start with units
-  // [ends[n-1], ends[n]) and help the others afterwards; without, nodes get shares by their threads.
+  // Runs work(unit, thread) for every unit in [0, units). With ends, node n's threads start with
+  // units [ends[n-1], ends[n]) and help the others afterwards; without, nodes get shares by their
+  // threads.
   template <class Work>
   void run(int64_t units, Work&& work, const int64_t* ends = nullptr) {
     using Plain = std::remove_reference_t<Work>;
-    start(units, [](void* c, int64_t unit, int thread) { (*static_cast<Plain*>(c))(unit, thread); },
-          const_cast<void*>(static_cast<const void*>(&work)), ends);
+    start(
+        units, [](void* c, int64_t unit, int thread) { (*static_cast<Plain*>(c))(unit, thread); },
+        const_cast<void*>(static_cast<const void*>(&work)), ends);
   }
 
   void wake();

@@ -7,12 +7,13 @@
 //   load_first(p), load_second(p)   2 · kLanes weights in two vectors
 //   kSplitsPairs<W>        whether they are the even and the odd ones, else the two halves
 //   kRowTokens             tokens of one row whose partial sums fit the registers
-//   kTileRows, kTileTokens, kTileTurns   the same for a block of rows and tokens, in turns (see dot)
+//   kTileRows, kTileTokens, kTileTurns   the same for a block of rows and tokens: see dot
+//
 // No include guard, and no function of the standard library: an inline one compiled here for a
 // newer processor could be the copy that the linker keeps for everybody.
 
-constexpr int kPairs = 2;                               // pairs of vectors a step: four partial sums
-constexpr int kStep = kPairs * 2 * Vec::kLanes;         // inputs a step
+constexpr int kPairs = 2;                        // pairs of vectors a step: four partial sums
+constexpr int kStep = kPairs * 2 * Vec::kLanes;  // inputs a step
 
 template <class T>
 Vec load_some(const T* p, int64_t count) {  // the rest of the lanes are zero
@@ -75,15 +76,19 @@ Vec silu(Vec x) {
 // ---- matrix times tokens ----------------------------------------------------------------------
 
 // R weight rows against C tokens, in the order that kernels.h promises. Where the registers do not
-// hold four partial sums for each, the step's pairs of vectors take turns: kTurns passes over the rows.
+// hold four partial sums for each, the pairs of vectors of a step take turns: so many passes.
 template <class W, int R, int C, int kTurns>
-void dot(const W* w, int64_t inputs, const float* const* x, float* out, int64_t out_stride, int64_t prefetch_bytes) {
+void dot(const W* w, int64_t inputs, const float* const* x, float* out, int64_t out_stride,
+         int64_t prefetch_bytes) {
   constexpr int kHere = kPairs / kTurns;  // pairs in one turn
   Vec total[R][C];
-  W rest[R][kStep] = {};
+  W rest[R][kStep];  // the end of each row, followed by zeros
   const int64_t whole = inputs / kStep * kStep;
-  for (int r = 0; r < R; ++r)
-    for (int64_t k = whole; k < inputs; ++k) rest[r][k - whole] = w[r * inputs + k];
+  if (whole < inputs) {
+    for (int r = 0; r < R; ++r)
+      for (int64_t k = whole; k < whole + kStep; ++k)
+        rest[r][k - whole] = k < inputs ? w[r * inputs + k] : W{};
+  }
 
 #pragma GCC unroll 2
   for (int turn = 0; turn < kTurns; ++turn) {
@@ -112,7 +117,8 @@ void dot(const W* w, int64_t inputs, const float* const* x, float* out, int64_t 
     for (int64_t k = 0; k < whole; k += kStep) {
       for (int r = 0; r < R && turn == 0; ++r)
         for (int64_t line = 0; line < int64_t(kStep * sizeof(W)); line += 64)
-          __builtin_prefetch(reinterpret_cast<const char*>(w + r * inputs + k) + prefetch_bytes + line, 0, 2);
+          __builtin_prefetch(
+              reinterpret_cast<const char*>(w + r * inputs + k) + prefetch_bytes + line, 0, 2);
       step(w + k, inputs, k);
     }
     if (whole < inputs) step(rest[0], kStep, whole);
@@ -130,29 +136,34 @@ void dot(const W* w, int64_t inputs, const float* const* x, float* out, int64_t 
 }
 
 template <class W, int R, int C, int kTurns>
-void dot_rows(const MatmulCall& call, int64_t row, int64_t rows, int64_t token, int64_t prefetch_bytes) {
+void dot_rows(const MatmulCall& call, int64_t row, int64_t rows, int64_t token,
+              int64_t prefetch_bytes) {
   const W* w = reinterpret_cast<const W*>(call.weight) + row * call.inputs;
   const float* x[C];
   for (int c = 0; c < C; ++c) x[c] = static_cast<const float*>(call.x[token + c]);
   float* out = call.out + token * call.out_stride + row;
   int64_t r = 0;
   for (; r + R <= rows; r += R)
-    dot<W, R, C, kTurns>(w + r * call.inputs, call.inputs, x, out + r, call.out_stride, prefetch_bytes);
+    dot<W, R, C, kTurns>(w + r * call.inputs, call.inputs, x, out + r, call.out_stride,
+                         prefetch_bytes);
   for (; R > 1 && r < rows; ++r)
-    dot<W, 1, C, kTurns>(w + r * call.inputs, call.inputs, x, out + r, call.out_stride, prefetch_bytes);
+    dot<W, 1, C, kTurns>(w + r * call.inputs, call.inputs, x, out + r, call.out_stride,
+                         prefetch_bytes);
 }
 
 // Calls dot_rows for 1 <= tokens <= C.
 template <class W, int R, int C, int kTurns>
-void dot_tile(const MatmulCall& call, int64_t row, int64_t rows, int64_t token, int64_t tokens, int64_t prefetch_bytes) {
+void dot_tile(const MatmulCall& call, int64_t row, int64_t rows, int64_t token, int64_t tokens,
+              int64_t prefetch_bytes) {
   if constexpr (C > 1) {
-    if (tokens < C) return dot_tile<W, R, C - 1, kTurns>(call, row, rows, token, tokens, prefetch_bytes);
+    if (tokens < C)
+      return dot_tile<W, R, C - 1, kTurns>(call, row, rows, token, tokens, prefetch_bytes);
   }
   dot_rows<W, R, C, kTurns>(call, row, rows, token, prefetch_bytes);
 }
 
-// Few tokens: row after row, in the order of their addresses, which memory likes best. More: a block of
-// rows stays in the cache while the tokens pass, a few rows at a time.
+// Few tokens: row after row, in the order of their addresses, which memory likes best. More: a
+// block of rows stays in the cache while the tokens pass, a few rows at a time.
 template <class W>
 void matmul(const MatmulCall& call) {
   if (call.tokens <= kRowTokens) {
@@ -166,7 +177,7 @@ void matmul(const MatmulCall& call) {
       const int64_t token = call.tokens * tile / tiles, next = call.tokens * (tile + 1) / tiles;
       // only the first tile reads from memory
       dot_tile<W, kTileRows, kTileTokens, kTileTurns>(call, row, rows, token, next - token,
-                                                     tile ? 0 : call.prefetch_bytes);
+                                                      tile ? 0 : call.prefetch_bytes);
     }
   }
 }
@@ -223,8 +234,11 @@ void silu_mul(const void* gate, const void* up, void* y, int64_t count, int act)
     const auto *g = at(gate, t), *u = at(up, t);
     auto* out = at(y, t);
     int64_t i = 0;
-    for (; i + Vec::kLanes <= count; i += Vec::kLanes) (silu(Vec::load(g + i)) * Vec::load(u + i)).store(out + i);
-    if (i < count) store_some(silu(load_some(g + i, count - i)) * load_some(u + i, count - i), out + i, count - i);
+    for (; i + Vec::kLanes <= count; i += Vec::kLanes)
+      (silu(Vec::load(g + i)) * Vec::load(u + i)).store(out + i);
+    if (i < count)
+      store_some(silu(load_some(g + i, count - i)) * load_some(u + i, count - i), out + i,
+                 count - i);
   });
 }
 
@@ -255,13 +269,15 @@ void narrow_all(const float* x, const float* bias, void* y, int type, int64_t co
 void add_scaled(const float* x, float weight, float* y, int64_t count) {
   const Vec w = Vec::all(weight);
   int64_t i = 0;
-  for (; i + Vec::kLanes <= count; i += Vec::kLanes) fma(w, Vec::load(x + i), Vec::load(y + i)).store(y + i);
+  for (; i + Vec::kLanes <= count; i += Vec::kLanes)
+    fma(w, Vec::load(x + i), Vec::load(y + i)).store(y + i);
   if (i < count) {
     store_some(fma(w, load_some(x + i, count - i), load_some(y + i, count - i)), y + i, count - i);
   }
 }
 
-void rms_norm(const void* x, int type, const float* weight, void* y, int out, int64_t width, float eps) {
+void rms_norm(const void* x, int type, const float* weight, void* y, int out, int64_t width,
+              float eps) {
   with_type(type, [&](auto* t) {
     const auto* from = at(x, t);
     Vec squares = Vec::zero();
@@ -281,7 +297,8 @@ void rms_norm(const void* x, int type, const float* weight, void* y, int out, in
       for (; j + Vec::kLanes <= width; j += Vec::kLanes)
         (Vec::load(from + j) * scale * Vec::load(weight + j)).store(to + j);
       if (j < width) {
-        store_some(load_some(from + j, width - j) * scale * load_some(weight + j, width - j), to + j, width - j);
+        store_some(load_some(from + j, width - j) * scale * load_some(weight + j, width - j),
+                   to + j, width - j);
       }
     });
   });
@@ -337,8 +354,9 @@ struct Cursor {
   }
 };
 
-// Positions [begin, end) widened: stage[i] is position begin + i, Dp channels. Rows of one head are short
-// and far apart, too little for the processor's own prefetching, so those to come are asked for.
+// Positions [begin, end) widened: stage[i] is position begin + i, Dp channels. Rows of one head are
+// short and far apart, too little for the processor's own prefetching, so those to come are asked
+// for.
 void stage_positions(const AttentionCall& call, const void* pages, int64_t begin, int64_t end) {
   constexpr int64_t kAhead = 12;
   const int64_t dim = call.head_dim, padded = round_up(dim, kHeadAlign);
@@ -347,7 +365,8 @@ void stage_positions(const AttentionCall& call, const void* pages, int64_t begin
     for (int64_t p = begin - kAhead; p < end; ++p) {
       if (p + kAhead < end) {
         const char* row = reinterpret_cast<const char*>(at(pages, t, ahead.number()));
-        for (int64_t byte = 0; byte < dim * int64_t(sizeof *t); byte += 64) __builtin_prefetch(row + byte);
+        for (int64_t byte = 0; byte < dim * int64_t(sizeof *t); byte += 64)
+          __builtin_prefetch(row + byte);
         ahead.next();
       }
       if (p < begin) continue;
@@ -366,7 +385,8 @@ void stage_positions(const AttentionCall& call, const void* pages, int64_t begin
 }
 
 // Scores of kKeyTile keys for two heads (the same one twice where only one is left): [head][key].
-void score_tile(const float* q0, const float* q1, const float* k, int64_t padded, float scale, float* scores) {
+void score_tile(const float* q0, const float* q1, const float* k, int64_t padded, float scale,
+                float* scores) {
   Vec acc[kHeadTile * kKeyTile];
   for (Vec& a : acc) a = Vec::zero();
   for (int64_t d = 0; d < padded; d += Vec::kLanes) {
@@ -384,8 +404,8 @@ void score_tile(const float* q0, const float* q1, const float* k, int64_t padded
 
 // acc[h] += Σ_p weight[h][p] · value[p] over positions in order, for N vectors of channels.
 template <int N>
-void value_tile(const float* p0, const float* p1, const float* v, int64_t count, int64_t padded, float* acc0,
-                float* acc1) {
+void value_tile(const float* p0, const float* p1, const float* v, int64_t count, int64_t padded,
+                float* acc0, float* acc1) {
   Vec a[N], b[N];
   for (int i = 0; i < N; ++i) {
     a[i] = Vec::load(acc0 + i * Vec::kLanes);
@@ -407,13 +427,16 @@ void value_tile(const float* p0, const float* p1, const float* v, int64_t count,
 }
 
 // Scores of positions [begin, end), the first of which lies at stage.
-void score_keys(const AttentionCall& call, const AttentionRow& row, int64_t begin, int64_t end, const float* stage) {
+void score_keys(const AttentionCall& call, const AttentionRow& row, int64_t begin, int64_t end,
+                const float* stage) {
   const int64_t padded = round_up(call.head_dim, kHeadAlign);
   for (int64_t h = 0; h < call.heads; h += kHeadTile) {
     const int64_t g = least(h + 1, call.heads - 1);
     for (int64_t p = begin; p < end; p += kKeyTile) {
-      float scores[kHeadTile * kKeyTile];  // keys past the end are scored and dropped: the stage has room
-      score_tile(row.q + h * padded, row.q + g * padded, stage + (p - begin) * padded, padded, call.scale, scores);
+      float scores[kHeadTile *
+                   kKeyTile];  // keys past the end are scored and dropped: the stage has room
+      score_tile(row.q + h * padded, row.q + g * padded, stage + (p - begin) * padded, padded,
+                 call.scale, scores);
       float* to = row.score + p - call.block;
       for (int64_t i = 0; i < least(kKeyTile, end - p); ++i) {
         to[h * kKeyBlock + i] = scores[i];
@@ -426,7 +449,8 @@ void score_keys(const AttentionCall& call, const AttentionRow& row, int64_t begi
 // Turns scores into weights e^(score - max). A position's lane is fixed by its place in the block.
 void softmax_row(const AttentionCall& call, const AttentionRow& row) {
   const int64_t begin = row.begin - call.block, end = row.end - call.block;
-  const int64_t first_lane = begin / Vec::kLanes * Vec::kLanes, last_lane = round_up(end, Vec::kLanes);
+  const int64_t first_lane = begin / Vec::kLanes * Vec::kLanes,
+                last_lane = round_up(end, Vec::kLanes);
   for (int64_t h = 0; h < call.heads; ++h) {
     float* score = row.score + h * kKeyBlock;
     auto fill_outside = [&](float value) {
@@ -435,18 +459,22 @@ void softmax_row(const AttentionCall& call, const AttentionRow& row) {
     };
     fill_outside(-__builtin_inff());
     Vec most = Vec::all(-__builtin_inff());
-    for (int64_t p = first_lane; p < last_lane; p += Vec::kLanes) most = upper(most, Vec::load(score + p));
+    for (int64_t p = first_lane; p < last_lane; p += Vec::kLanes)
+      most = upper(most, Vec::load(score + p));
     row.max[h] = largest(most);
     const Vec max = Vec::all(row.max[h]);
-    for (int64_t p = first_lane; p < last_lane; p += Vec::kLanes) exponential(Vec::load(score + p) - max).store(score + p);
+    for (int64_t p = first_lane; p < last_lane; p += Vec::kLanes)
+      exponential(Vec::load(score + p) - max).store(score + p);
     fill_outside(0.0f);
     Vec total = Vec::zero();
-    for (int64_t p = first_lane; p < last_lane; p += Vec::kLanes) total = total + Vec::load(score + p);
+    for (int64_t p = first_lane; p < last_lane; p += Vec::kLanes)
+      total = total + Vec::load(score + p);
     row.sum[h] = sum(total);
   }
 }
 
-void add_values(const AttentionCall& call, const AttentionRow& row, int64_t begin, int64_t end, const float* stage) {
+void add_values(const AttentionCall& call, const AttentionRow& row, int64_t begin, int64_t end,
+                const float* stage) {
   const int64_t padded = round_up(call.head_dim, kHeadAlign);
   for (int64_t h = 0; h < call.heads; h += kHeadTile) {
     const int64_t g = least(h + 1, call.heads - 1);
@@ -466,7 +494,8 @@ void add_values(const AttentionCall& call, const AttentionRow& row, int64_t begi
   }
 }
 
-// One block of keys against rows of one sequence: each key and value is widened once for all of them.
+// One block of keys against rows of one sequence: each key and value is widened once for all of
+// them.
 void attend(const AttentionCall& call) {
   const int64_t padded = round_up(call.head_dim, kHeadAlign);
   int64_t first = call.rows[0].begin, last = call.rows[0].end;
@@ -499,7 +528,8 @@ void merge(float* max, float* sum, float* acc, const float* later_max, const flo
            const float* later_acc, int64_t heads, int64_t padded) {
   for (int64_t h = 0; h < heads; ++h) {
     const float most = max[h] > later_max[h] ? max[h] : later_max[h];
-    const float old_scale = exponential(max[h] - most), new_scale = exponential(later_max[h] - most);
+    const float old_scale = exponential(max[h] - most),
+                new_scale = exponential(later_max[h] - most);
     max[h] = most;
     sum[h] = sum[h] * old_scale + later_sum[h] * new_scale;
     const Vec a = Vec::all(old_scale), b = Vec::all(new_scale);
