@@ -70,41 +70,40 @@ void dot(const bf16* w, int64_t inputs, const bf16* const* x, float* out, int64_
 }
 
 template <int R, int C, int U>
-void dot_rows(const MatmulCall& call, int64_t row, int64_t rows, int64_t token,
-              int64_t prefetch_bytes) {
-  const bf16* w = reinterpret_cast<const bf16*>(call.weight) + row * call.inputs;
+void dot_rows(const MatmulCall& call, int64_t row, int64_t end, int64_t token, bool from_memory) {
   const bf16* x[C];
   for (int c = 0; c < C; ++c) x[c] = static_cast<const bf16*>(call.x[token + c]);
-  float* out = call.out + token * call.out_stride + row;
-  int64_t r = 0;
-  for (; r + R <= rows; r += R)
-    dot<R, C, U>(w + r * call.inputs, call.inputs, x, out + r, call.out_stride, prefetch_bytes);
-  for (; R > 1 && r < rows; ++r)
-    dot<1, C, U>(w + r * call.inputs, call.inputs, x, out + r, call.out_stride, prefetch_bytes);
+  float* out = call.out + token * call.out_stride;
+  const bf16* w = reinterpret_cast<const bf16*>(call.weight);
+  for (; row + R <= end; row += R) {
+    const int64_t ahead = from_memory ? prefetch_after(call, row + R, call.inputs * 2) : 0;
+    dot<R, C, U>(w + row * call.inputs, call.inputs, x, out + row, call.out_stride, ahead);
+  }
+  for (; R > 1 && row < end; ++row)
+    dot<1, C, U>(w + row * call.inputs, call.inputs, x, out + row, call.out_stride, 0);
 }
 
 template <int R, int C, int U>
-void dot_tile(const MatmulCall& call, int64_t row, int64_t rows, int64_t token, int64_t tokens,
-              int64_t prefetch_bytes) {
+void dot_tile(const MatmulCall& call, int64_t row, int64_t end, int64_t token, int64_t tokens,
+              bool from_memory) {
   if constexpr (C > 1) {
-    if (tokens < C) return dot_tile<R, C - 1, U>(call, row, rows, token, tokens, prefetch_bytes);
+    if (tokens < C) return dot_tile<R, C - 1, U>(call, row, end, token, tokens, from_memory);
   }
-  dot_rows<R, C, U>(call, row, rows, token, prefetch_bytes);
+  dot_rows<R, C, U>(call, row, end, token, from_memory);
 }
 
 // As in vector_kernels.h: few tokens in the order of addresses, more in blocks of rows.
 void matmul(const MatmulCall& call) {
   if (call.tokens <= kRowTokens) {
-    return dot_tile<1, kRowTokens, 4>(call, 0, call.rows, 0, call.tokens, call.prefetch_bytes);
+    return dot_tile<1, kRowTokens, 4>(call, 0, call.rows, 0, call.tokens, true);
   }
   constexpr int64_t kBlockRows = 16;
   const int64_t tiles = (call.tokens + kTileTokens - 1) / kTileTokens;
   for (int64_t row = 0; row < call.rows; row += kBlockRows) {
-    const int64_t rows = least(kBlockRows, call.rows - row);
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const int64_t token = call.tokens * tile / tiles, next = call.tokens * (tile + 1) / tiles;
-      dot_tile<kTileRows, kTileTokens, 1>(call, row, rows, token, next - token,
-                                          tile ? 0 : call.prefetch_bytes);
+      dot_tile<kTileRows, kTileTokens, 1>(call, row, least(call.rows, row + kBlockRows), token,
+                                          next - token, tile == 0);
     }
   }
 }

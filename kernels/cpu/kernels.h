@@ -16,7 +16,7 @@ namespace ftd {
 
 constexpr int kTypes = 3;       // rows of kernels/formats.py
 constexpr int kMaxStep = 128;   // of every Matmul below
-constexpr int kPackAlign = 64;  // packed pieces may start at multiples of this many inputs
+constexpr int kPackAlign = 32;  // packed pieces may start at multiples of this many inputs
 constexpr int kKeyBlock = 256;  // positions of an attention block: its softmax is merged in order
 constexpr int kKeyStage = 64;   // positions widened to float32 at a time
 constexpr int kKeyTile = 4;  // keys scored together: the stage has room for so many past the last
@@ -38,6 +38,11 @@ struct MatmulCall {
   int64_t out_stride;
   int64_t prefetch_bytes;
 };
+
+// The distance at which to ask for weights after some row: none where they would be another unit's.
+inline int64_t prefetch_after(const MatmulCall& call, int64_t row, int64_t row_bytes) {
+  return (call.rows - row) * row_bytes > call.prefetch_bytes ? call.prefetch_bytes : 0;
+}
 
 // One way to multiply, and how it wants its tokens laid out.
 struct Matmul {

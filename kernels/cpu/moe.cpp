@@ -1,9 +1,8 @@
 // y[t] = Σ_k weights[t, k] · W2 (silu(W1 x[t]) ⊙ W3 x[t]) with the matrices of expert ids[t, k].
 //
-// Routes are sorted by expert, so each distinct expert is read once: 3 · H · I weights. Two jobs:
-// gate and up rows of all experts, then down rows; between them lies the only barrier. A unit of
-// the second job owns its rows of y: it adds a token's routes in the order of k, whatever expert
-// came first.
+// Routes are sorted by expert, so each distinct expert is read once: 3 · H · I weights. Three jobs:
+// gate and up rows of all experts; down rows of all experts; each token's sum over its routes, in
+// the order of k whatever expert came first.
 #include <string.h>
 
 #include "ops.h"
@@ -16,6 +15,7 @@ namespace {
 struct Group {
   const uint8_t* record;
   const int32_t* routes;  // t * K + k of each
+  int64_t first;          // of them, counted over all experts
   int64_t count;
   const Matmul* gate_up;  // how its tokens are multiplied by W1 and W3 ...
   const Matmul* down;     // ... and W2
@@ -28,16 +28,39 @@ struct Moe {
   const FtdExpertLayout& layout;
   int act;
   int64_t tokens, routes;
-  Group* groups;  // by node, then by expert
+  Group* groups;   // by node, then by expert
+  int32_t* place;  // [T, K] where a route's product lies, counted over all experts; -1: not in use
   int64_t num_groups;
   int64_t num_routes;
 };
 
-constexpr int64_t kDownFloats = 1 << 18;  // of products a thread holds before they are added: 1 MiB
+constexpr int64_t kProductFloats = 4 << 20;  // of down's results before they are added: 16 MiB
 
-// Rows of a matrix that one unit computes: 64 or 128, so that each thread gets some eight units.
-int64_t unit_rows(int64_t rows, int64_t groups, int threads) {
-  return rows * groups < 8 * threads * 2 * kPackAlign ? kPackAlign : 2 * kPackAlign;
+// A matrix of every group, cut into units of rows.
+struct Units {
+  int64_t rows;       // of a unit
+  int64_t per_group;  // units
+  int64_t count;      // of all groups
+
+  // A dozen units a thread end together, more or less; below 32 rows reading suffers.
+  Units(int64_t matrix_rows, const Moe& moe, int threads) {
+    const int64_t wanted = matrix_rows * moe.num_groups / (12 * threads) / kPackAlign * kPackAlign;
+    rows = greatest(kPackAlign, least(4 * kPackAlign, wanted));
+    per_group = (matrix_rows + rows - 1) / rows;
+    count = per_group * moe.num_groups;
+  }
+  const Group& group(const Moe& moe, int64_t unit) const { return moe.groups[unit / per_group]; }
+  int64_t first_row(int64_t unit) const { return unit % per_group * rows; }
+};
+
+// Where each node's units end: its experts come first for its threads.
+const int64_t* node_ends(const Moe& moe, Pool& pool, const Units& units) {
+  int64_t* ends = pool.shared().take<int64_t>(size_t(pool.nodes()));
+  for (int64_t node = 0, g = 0; node < pool.nodes(); ++node) {
+    while (g < moe.num_groups && moe.groups[g].node == node) ++g;
+    ends[node] = g * units.per_group;
+  }
+  return ends;
 }
 
 // Sorts routes by expert. False where an id is out of range.
@@ -59,8 +82,10 @@ bool group_routes(Moe& moe, Pool& pool, const int32_t* ids, const int64_t* addre
   int32_t* sorted = arena.take<int32_t>(size_t(moe.num_routes));
   int32_t* next = arena.take<int32_t>(size_t(experts));
   memcpy(next, begin, size_t(experts) * sizeof *next);
+  moe.place = arena.take<int32_t>(size_t(all));
   for (int64_t r = 0; r < all; ++r) {
-    if (ids[r] >= 0) sorted[next[ids[r]]++] = int32_t(r);
+    moe.place[r] = ids[r] < 0 ? -1 : next[ids[r]]++;
+    if (ids[r] >= 0) sorted[moe.place[r]] = int32_t(r);
   }
   moe.groups = arena.take<Group>(size_t(moe.num_groups));
   int64_t g = 0;
@@ -72,6 +97,7 @@ bool group_routes(Moe& moe, Pool& pool, const int32_t* ids, const int64_t* addre
       group = {};
       group.record = reinterpret_cast<const uint8_t*>(address[e]);
       group.routes = sorted + begin[e];
+      group.first = begin[e];
       group.count = count;
       group.node = node;
     }
@@ -142,28 +168,23 @@ void gate_up_rows(const Moe& moe, FtdOps& ops, const Group& group, int64_t first
   }
 }
 
-// Second job: rows [first, last) of y, all experts.
-void down_rows(const Moe& moe, FtdOps& ops, const float* weights, float* y, int64_t first,
-               int64_t last, Arena& arena) {
+// Second job: rows [first, last) of one expert's down matrix; products has [routes, width] floats.
+void down_rows(const Moe& moe, FtdOps& ops, const Group& group, int64_t first, int64_t last,
+               float* products, int64_t width) {
   const FtdExpertLayout& layout = moe.layout;
-  const int64_t rows = last - first, row_bytes = layout.inner * type_bytes(layout.format);
-  float* products = arena.take<float>(size_t(rows * moe.num_routes));
-  const float** of_route = arena.take<const float*>(size_t(moe.tokens * moe.routes));
-  memset(of_route, 0, size_t(moe.tokens * moe.routes) * sizeof *of_route);
-  float* out = products;
-  for (int64_t g = 0; g < moe.num_groups; ++g) {
-    const Group& group = moe.groups[g];
-    group.down->run({group.record + layout.down + first * row_bytes, layout.inner, rows, group.h,
-                     group.count, out, rows, ops.prefetch_bytes[layout.format][group.count > 1]});
-    for (int64_t i = 0; i < group.count; ++i, out += rows) of_route[group.routes[i]] = out;
-  }
-  for (int64_t t = 0; t < moe.tokens; ++t) {
-    float* to = y + t * layout.hidden + first;
-    memset(to, 0, size_t(rows) * sizeof *to);
-    for (int64_t k = 0; k < moe.routes; ++k) {
-      const float* product = of_route[t * moe.routes + k];
-      if (product) ops.kernels.add_scaled(product, weights[t * moe.routes + k], to, rows);
-    }
+  const int64_t row_bytes = layout.inner * type_bytes(layout.format);
+  group.down->run({group.record + layout.down + first * row_bytes, layout.inner, last - first,
+                   group.h, group.count, products + group.first * width, width,
+                   ops.prefetch_bytes[layout.format][group.count > 1]});
+}
+
+// Third job: some columns of one token's y.
+void add_routes(const Moe& moe, FtdOps& ops, const float* weights, const float* products,
+                int64_t width, int64_t token, int64_t columns, float* y) {
+  memset(y, 0, size_t(columns) * sizeof *y);
+  for (int64_t r = token * moe.routes; r < (token + 1) * moe.routes; ++r) {
+    if (moe.place[r] >= 0)
+      ops.kernels.add_scaled(products + moe.place[r] * width, weights[r], y, columns);
   }
 }
 
@@ -178,35 +199,45 @@ extern "C" int32_t ftd_moe(FtdOps* ops, const void* x, int32_t act, const int32_
     return FTD_BAD_SHAPE;
   Pool& pool = ops->pool;
   const Turn turn(pool);
-  Moe moe = {*layout, act, tokens, routes, nullptr, 0, 0};
+  Moe moe = {*layout, act, tokens, routes, nullptr, nullptr, 0, 0};
   if (!group_routes(moe, pool, ids, address, experts)) return FTD_BAD_INDEX;
   pack_inputs(moe, *ops, x);
 
   const int64_t inner = layout->inner, hidden = layout->hidden;
-  const int64_t rows1 = unit_rows(inner, moe.num_groups, pool.threads());
-  const int64_t units1 = (inner + rows1 - 1) / rows1;  // of an expert
-  int64_t* ends = pool.shared().take<int64_t>(size_t(pool.nodes()));
-  for (int node = 0, g = 0; node < pool.nodes(); ++node) {
-    while (g < moe.num_groups && moe.groups[g].node == node) ++g;
-    ends[node] = g * units1;
-  }
-  const int64_t matrix_bytes = inner * hidden * type_bytes(layout->format);
-  const int64_t down_cost = cost_of(moe.num_groups * matrix_bytes, moe.num_routes * inner * hidden);
+  const int64_t row_cost = cost_of(moe.num_groups * inner * type_bytes(layout->format),
+                                   moe.num_routes * inner);  // of a down row of every expert
+  const Units up(inner, moe, pool.threads());
   share(
-      pool, moe.num_groups * units1, 2 * down_cost,
+      pool, up.count, 2 * hidden * row_cost,
       [&](int64_t unit, int thread) {
-        const int64_t first = unit % units1 * rows1;
-        gate_up_rows(moe, *ops, moe.groups[unit / units1], first, least(inner, first + rows1),
+        const int64_t first = up.first_row(unit);
+        gate_up_rows(moe, *ops, up.group(moe, unit), first, least(inner, first + up.rows),
                      pool.fresh(thread));
       },
-      ends);
+      node_ends(moe, pool, up));
 
-  const int64_t fitting = kDownFloats / greatest(1, moe.num_routes) / 16 * 16;
-  const int64_t rows2 =
-      greatest(16, least(fitting, unit_rows(hidden, moe.num_groups, pool.threads())));
-  share(pool, (hidden + rows2 - 1) / rows2, down_cost, [&](int64_t unit, int thread) {
-    down_rows(moe, *ops, weights, y, unit * rows2, least(hidden, (unit + 1) * rows2),
-              pool.fresh(thread));
-  });
+  // all of y at once, but for many tokens
+  const int64_t fitting = kProductFloats / greatest(1, moe.num_routes) / kPackAlign * kPackAlign;
+  const int64_t width = least(hidden, greatest(kPackAlign, fitting));
+  float* products = pool.shared().take<float>(size_t(moe.num_routes * width));
+  for (int64_t column = 0; column < hidden; column += width) {
+    const int64_t columns = least(width, hidden - column);
+    const Units down(columns, moe, pool.threads());
+    share(
+        pool, down.count, columns * row_cost,
+        [&](int64_t unit, int) {
+          const int64_t first = down.first_row(unit);
+          down_rows(moe, *ops, down.group(moe, unit), column + first,
+                    column + least(columns, first + down.rows), products + first, width);
+        },
+        node_ends(moe, pool, down));
+    constexpr int64_t kColumns = 512;
+    const int64_t strips = (columns + kColumns - 1) / kColumns;
+    share(pool, tokens * strips, columns * (moe.num_routes + tokens) * 4, [&](int64_t unit, int) {
+      const int64_t token = unit / strips, first = unit % strips * kColumns;
+      add_routes(moe, *ops, weights, products + first, width, token,
+                 least(kColumns, columns - first), y + token * hidden + column + first);
+    });
+  }
   return 0;
 }

@@ -37,7 +37,7 @@ inline void* offset(void* p, int64_t bytes) { return static_cast<char*>(p) + byt
 // first number the caller does it alone, since handing it out costs as much; pieces of the second
 // are long enough to read at full speed, and short enough that the threads end together.
 constexpr int64_t kWorthSharing = 48 << 10;
-constexpr int64_t kPieceCost = 512 << 10;
+constexpr int64_t kPieceCost = 256 << 10;
 
 inline int64_t cost_of(int64_t bytes, int64_t multiplications) {
   return greatest(bytes, multiplications / 4);

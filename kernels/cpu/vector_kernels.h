@@ -136,30 +136,29 @@ void dot(const W* w, int64_t inputs, const float* const* x, float* out, int64_t 
 }
 
 template <class W, int R, int C, int kTurns>
-void dot_rows(const MatmulCall& call, int64_t row, int64_t rows, int64_t token,
-              int64_t prefetch_bytes) {
-  const W* w = reinterpret_cast<const W*>(call.weight) + row * call.inputs;
+void dot_rows(const MatmulCall& call, int64_t row, int64_t end, int64_t token, bool from_memory) {
   const float* x[C];
   for (int c = 0; c < C; ++c) x[c] = static_cast<const float*>(call.x[token + c]);
-  float* out = call.out + token * call.out_stride + row;
-  int64_t r = 0;
-  for (; r + R <= rows; r += R)
-    dot<W, R, C, kTurns>(w + r * call.inputs, call.inputs, x, out + r, call.out_stride,
-                         prefetch_bytes);
-  for (; R > 1 && r < rows; ++r)
-    dot<W, 1, C, kTurns>(w + r * call.inputs, call.inputs, x, out + r, call.out_stride,
-                         prefetch_bytes);
+  float* out = call.out + token * call.out_stride;
+  const W* w = reinterpret_cast<const W*>(call.weight);
+  const int64_t row_bytes = call.inputs * int64_t(sizeof(W));
+  for (; row + R <= end; row += R) {
+    const int64_t ahead = from_memory ? prefetch_after(call, row + R, row_bytes) : 0;
+    dot<W, R, C, kTurns>(w + row * call.inputs, call.inputs, x, out + row, call.out_stride, ahead);
+  }
+  for (; R > 1 && row < end; ++row)
+    dot<W, 1, C, kTurns>(w + row * call.inputs, call.inputs, x, out + row, call.out_stride, 0);
 }
 
 // Calls dot_rows for 1 <= tokens <= C.
 template <class W, int R, int C, int kTurns>
-void dot_tile(const MatmulCall& call, int64_t row, int64_t rows, int64_t token, int64_t tokens,
-              int64_t prefetch_bytes) {
+void dot_tile(const MatmulCall& call, int64_t row, int64_t end, int64_t token, int64_t tokens,
+              bool from_memory) {
   if constexpr (C > 1) {
     if (tokens < C)
-      return dot_tile<W, R, C - 1, kTurns>(call, row, rows, token, tokens, prefetch_bytes);
+      return dot_tile<W, R, C - 1, kTurns>(call, row, end, token, tokens, from_memory);
   }
-  dot_rows<W, R, C, kTurns>(call, row, rows, token, prefetch_bytes);
+  dot_rows<W, R, C, kTurns>(call, row, end, token, from_memory);
 }
 
 // Few tokens: row after row, in the order of their addresses, which memory likes best. More: a
@@ -167,17 +166,15 @@ void dot_tile(const MatmulCall& call, int64_t row, int64_t rows, int64_t token, 
 template <class W>
 void matmul(const MatmulCall& call) {
   if (call.tokens <= kRowTokens) {
-    return dot_tile<W, 1, kRowTokens, 1>(call, 0, call.rows, 0, call.tokens, call.prefetch_bytes);
+    return dot_tile<W, 1, kRowTokens, 1>(call, 0, call.rows, 0, call.tokens, true);
   }
   constexpr int64_t kBlockRows = 16;
   const int64_t tiles = (call.tokens + kTileTokens - 1) / kTileTokens;
   for (int64_t row = 0; row < call.rows; row += kBlockRows) {
-    const int64_t rows = least(kBlockRows, call.rows - row);
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const int64_t token = call.tokens * tile / tiles, next = call.tokens * (tile + 1) / tiles;
-      // only the first tile reads from memory
-      dot_tile<W, kTileRows, kTileTokens, kTileTurns>(call, row, rows, token, next - token,
-                                                      tile ? 0 : call.prefetch_bytes);
+      dot_tile<W, kTileRows, kTileTokens, kTileTurns>(call, row, least(call.rows, row + kBlockRows),
+                                                      token, next - token, tile == 0);
     }
   }
 }

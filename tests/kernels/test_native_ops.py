@@ -195,6 +195,17 @@ def test_moe_in_float32_does_not_depend_on_the_batch(ops, weight):
             assert torch.equal(alone, together[rows]), (T, first)
 
 
+def test_moe_in_float32_does_not_depend_on_the_batch_when_y_is_computed_piece_by_piece(ops):
+    _records, address, layout = experts(torch.bfloat16, 2048, 16, 8)
+    x = torch.randn(300, 2048)  # 300 · 8 products of 2048 floats: more than are held at once
+    ids = torch.stack([torch.randperm(8) for _ in range(300)]).to(torch.int32)
+    weights = torch.rand(300, 8)
+    together = ops.moe(x, ids, weights, address, layout)
+    for row in (0, 150, 299):
+        one = slice(row, row + 1)
+        assert torch.equal(ops.moe(x[one], ids[one], weights[one], address, layout), together[one])
+
+
 def test_moe_in_float32_does_not_depend_on_where_an_expert_lies(ops):
     records, address, layout = experts(torch.bfloat16, 96, 80, 6)
     x = torch.randn(5, 96)
