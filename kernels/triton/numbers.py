@@ -1,0 +1,22 @@
+"""What the launchers share: names of number types, and whether kernels run in the interpreter."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+TL_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+# Fixed at import, as triton's decorators fix it. Products of bfloat16 matrices are wrong there.
+INTERPRETED: bool = triton.knobs.runtime.interpret
+
+
+def wide_dot(act: torch.dtype) -> bool:
+    """Whether matrix products run in float32: for float32 activations and in the interpreter."""
+    return act == torch.float32 or INTERPRETED
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of two that is not below ``n``."""
+    return triton.next_power_of_2(n)

@@ -1,0 +1,153 @@
+"""``kernels.ops.Ops`` on CUDA tensors: launches only, never a wait for the device.
+
+Launch grids depend on shapes alone, so every operation can be captured in a CUDA graph and replayed
+with other contents. Numerics: the rounding points of ``TorchOps``, sums in float32 in an order that
+depends on shapes and not on where weights or pages lie.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..formats import ExpertLayout
+from . import attention, linear, moe_decode, moe_prefill, norms, route
+from .moe_decode import Tuning
+
+# A float32 copy of a larger weight matrix is made in slices of this size.
+SLICE_BYTES = 64 << 20
+
+
+class CudaOps:
+    """See ``kernels.ops`` for shapes and rounding points.
+
+    Args:
+        tuning: of the experts' reads in decode.
+    """
+
+    name = "triton"
+
+    def __init__(self, tuning: Tuning = moe_decode.DEFAULT) -> None:
+        self.tuning = tuning
+        # partial sums of cuBLAS, too, are float32
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+    def linear(
+        self,
+        x: torch.Tensor,  # [T, K] act
+        weight: torch.Tensor,  # [O, K]
+        bias: torch.Tensor | None = None,  # [O]
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:  # [T, O]
+        out_dtype = out_dtype or x.dtype
+        if linear.takes(x, weight):
+            return linear.linear_few_rows(x, weight, bias, out_dtype)
+        if bias is not None:
+            return (self._product(x, weight, torch.float32) + bias.float()).to(out_dtype)
+        return self._product(x, weight, out_dtype)
+
+    def _product(
+        self, x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        if x.dtype == weight.dtype:
+            if out_dtype == x.dtype:
+                return x @ weight.T
+            if x.is_cuda:
+                return torch.mm(x, weight.T, out_dtype=out_dtype)
+        y = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device)
+        rows = max(1, SLICE_BYTES // (4 * weight.shape[1]))
+        wide = x.float()
+        for start in range(0, weight.shape[0], rows):
+            part = weight[start : start + rows].float()
+            y[:, start : start + rows] = wide @ part.T
+        return y
+
+    def moe(
+        self,
+        x: torch.Tensor,  # [T, H] act
+        ids: torch.Tensor,  # [T, K] int32
+        weights: torch.Tensor,  # [T, K] float32
+        address: torch.Tensor,  # [E] int64: GPU memory or pinned host memory, mixed at will
+        layout: ExpertLayout,
+        fill: torch.Tensor | None = None,  # [E] int64: where to store records as they are read
+    ) -> torch.Tensor:  # [T, H] float32
+        if x.shape[0] <= moe_decode.MAX_ROWS:
+            return moe_decode.moe_decode(x, ids, weights, address, layout, fill, self.tuning)
+        assert fill is None, "records are stored as they are read only where each is read once"
+        return moe_prefill.moe_prefill(x, ids, weights, address, layout)
+
+    def route(
+        self,
+        logits: torch.Tensor,  # [T, E] float32
+        k: int,
+        normalise: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # [T, K] int32, [T, K] float32
+        return route.route(logits, k, normalise)
+
+    def attention(
+        self,
+        q: torch.Tensor,  # [T, N, D] act
+        k_pages: torch.Tensor,  # [P, page_tokens, NKV, D] act
+        v_pages: torch.Tensor,
+        page_table: torch.Tensor,  # [B, M] int32
+        sequence: torch.Tensor,  # [T] int32; negative: the row gives zeros
+        position: torch.Tensor,  # [T] int32; negative: the row gives zeros
+        scale: float,
+        window: int | None = None,
+    ) -> torch.Tensor:  # [T, N, D] act
+        return attention.attention(
+            q, k_pages, v_pages, page_table, sequence, position, scale, window
+        )
+
+    def split_heads(
+        self,
+        qkv: torch.Tensor,  # [T, N + 2 NKV, D] act
+        num_heads: int,
+        norms_of: tuple[torch.Tensor, torch.Tensor] | None,
+        eps: float,
+        turn: tuple[torch.Tensor, torch.Tensor] | None,
+        interleaved: bool,
+        place: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+    ) -> torch.Tensor:  # [T, N, D] act
+        return norms.split_heads(
+            qkv, num_heads, norms_of, eps, turn, interleaved, place, k_pages, v_pages
+        )
+
+    def write_kv(
+        self,
+        k: torch.Tensor,  # [T, NKV, D] act
+        v: torch.Tensor,
+        place: torch.Tensor,  # [T] int64; negative: not written
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+    ) -> None:
+        norms.write_kv(k, v, place, k_pages, v_pages)
+
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        return norms.rms_norm(x, weight, eps, out_dtype)
+
+    def add_rms_norm(
+        self,
+        x: torch.Tensor,  # [T, H] float32
+        delta: torch.Tensor,  # [T, H] float32
+        weight: torch.Tensor,
+        eps: float,
+        out_dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return norms.add_rms_norm(x, delta, weight, eps, out_dtype)
+
+    def rope(
+        self,
+        x: torch.Tensor,  # [T, N, D] act, changed in place
+        cos: torch.Tensor,  # [T, R / 2] float32
+        sin: torch.Tensor,
+        interleaved: bool = False,
+    ) -> torch.Tensor:
+        return norms.rope(x, cos, sin, interleaved)
+
+    def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return norms.silu_mul(gate, up)

@@ -1,0 +1,60 @@
+"""The router's choice: softmax over the experts' logits, the K largest, weights normalised or not.
+
+One program a row; reads E logits. K rounds of "largest, of equal ones the lowest id", so that the
+choice is that of a stable sort. E <= 1024. Reference: ``ComposedOps.route``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .numbers import power_of_2
+
+MAX_EXPERTS = 1024
+
+
+@triton.jit
+def _route_kernel(
+    logits, ids, weights, E: tl.constexpr, K: tl.constexpr, NORMALISE: tl.constexpr,
+    EP: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, EP)
+    x = tl.load(logits + t * E + e, mask=e < E, other=float("-inf"))
+    p = tl.exp(x - tl.max(x, axis=0))
+    p = p / tl.sum(p, axis=0)
+    p = tl.where(e < E, p, -1.0)
+    k = tl.arange(0, KP)
+    chosen = tl.zeros([KP], tl.int32)
+    best = tl.zeros([KP], tl.float32)
+    for round in tl.static_range(K):
+        largest = tl.max(p, axis=0)
+        expert = tl.min(tl.where(p == largest, e, E - 1), axis=0)  # NaN equals nothing: the last
+        chosen = tl.where(k == round, expert, chosen)
+        best = tl.where(k == round, largest, best)
+        p = tl.where(e == expert, -1.0, p)
+    if NORMALISE:
+        best = best / tl.sum(best, axis=0)
+    tl.store(ids + t * K + k, chosen, mask=k < K)
+    tl.store(weights + t * K + k, best, mask=k < K)
+
+
+def route(
+    logits: torch.Tensor,  # [T, E] float32, contiguous
+    k: int,
+    normalise: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # [T, K] int32, [T, K] float32
+    T, E = logits.shape
+    assert logits.is_contiguous() and logits.dtype == torch.float32, (logits.stride(), logits.dtype)
+    assert k <= E <= MAX_EXPERTS, (k, E)
+    ids = torch.empty(T, k, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(T, k, dtype=torch.float32, device=logits.device)
+    if T:
+        _route_kernel[(T,)](
+            logits, ids, weights,
+            E=E, K=k, NORMALISE=normalise, EP=power_of_2(E), KP=power_of_2(k),
+            num_warps=1,
+        )  # fmt: skip
+    return ids, weights

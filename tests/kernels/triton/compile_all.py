@@ -1,0 +1,131 @@
+"""Compiles every kernel at the shapes that serve, for GPUs that are not here. Run by test_compile.
+
+The launchers run on tensors without memory; what they would launch is compiled instead. Prints a
+line for each kernel and target: shared memory, and how many loads are as wide or narrow as can be.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from ftd.kernels.formats import FORMATS, expert_layout
+from ftd.kernels.triton.ops import CudaOps
+
+POINTER = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
+    torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1", torch.float64: "*fp64",
+}  # fmt: skip
+
+launched: dict[Any, tuple[JITFunction, dict[str, Any], dict[str, Any]]] = {}
+
+
+def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    options = {k: kwargs.pop(k) for k in ("num_warps", "num_stages") if k in kwargs}
+    values = dict(zip(self.arg_names, args)) | kwargs
+    signature, constants, attrs = {}, {}, {}
+    for i, parameter in enumerate(self.params):
+        value = values[parameter.name]
+        if parameter.is_constexpr:
+            signature[parameter.name] = "constexpr"
+            constants[(i,)] = value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = POINTER[value.dtype]
+            attrs[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        else:
+            signature[parameter.name] = "i32"
+            if value % 16 == 0:
+                attrs[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(self, signature, constants, attrs)
+    key = (self.__name__, tuple(signature.items()), tuple(sorted(map(str, constants.items()))))
+    launched[key] = (self, {"source": source}, options)
+
+
+JITFunction.run = record
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def launch_everything() -> None:
+    """The shapes of Qwen3-30B-A3B; float32 activations once."""
+    ops = CudaOps()
+    layout = expert_layout(FORMATS["bf16"], 2048, 768)
+    N, NKV, D, page, P, M = 32, 4, 128, 16, 512, 256
+    i32, i64, f32, bf16 = torch.int32, torch.int64, torch.float32, torch.bfloat16
+    address = tensor(128, dtype=i64)
+    for act, rows in ((bf16, (1, 4, 8)), (f32, (1,))):
+        for T in rows:
+            for outputs, K, out in ((5120, 2048, act), (2048, 4096, f32), (128, 2048, f32)):
+                ops.linear(tensor(T, K, dtype=act), tensor(outputs, K), None, out)
+            ops.linear(tensor(T, 2048, dtype=act), tensor(151936, 2048), None, f32)
+            routes = tensor(T, 8, dtype=i32), tensor(T, 8, dtype=f32)
+            x = tensor(T, 2048, dtype=act)
+            ops.moe(x, *routes, address, layout)
+            ops.moe(x, *routes, address, layout, address)
+    k = tensor(P, page, NKV, D)
+    for T in (1, 4, 64, 512, 2048):
+        x, table, at = tensor(T, 2048), tensor(8, M, dtype=i32), tensor(T, dtype=i32)
+        routes = tensor(T, 8, dtype=i32), tensor(T, 8, dtype=f32)
+        if T > 8:
+            ops.moe(x, *routes, address, layout)
+        for window in (None, 1024):
+            ops.attention(tensor(T, N, D), k, k, table, at, at, 0.1, window)
+    k32 = tensor(P, page, NKV, D, dtype=f32)
+    for T in (1, 64):
+        table, at = tensor(8, M, dtype=i32), tensor(T, dtype=i32)
+        ops.attention(tensor(T, N, D, dtype=f32), k32, k32, table, at, at, 0.1)
+    x = tensor(64, 2048, dtype=f32)
+    ops.moe(x, tensor(64, 8, dtype=i32), tensor(64, 8, dtype=f32), address, layout)
+    for H in (2048, 4096):
+        stream, weight = tensor(4, H, dtype=f32), tensor(H, dtype=f32)
+        ops.rms_norm(stream, weight, 1e-6, bf16)
+        ops.add_rms_norm(stream, stream, weight, 1e-6, bf16)
+    turn = tensor(4, 64, dtype=f32), tensor(4, 64, dtype=f32)
+    norm = tensor(D, dtype=f32)
+    place = tensor(4, dtype=i64)
+    for interleaved in (False, True):
+        ops.rope(tensor(4, N, D), *turn, interleaved)
+        ops.split_heads(
+            tensor(4, N + 2 * NKV, D), N, (norm, norm), 1e-6, turn, interleaved, place, k, k
+        )
+    ops.write_kv(tensor(4, NKV, D), tensor(4, NKV, D), place, k, k)
+    ops.silu_mul(tensor(4, 6144), tensor(4, 6144))
+    ops.route(tensor(4, 128, dtype=f32), 8, True)
+    ops.route(tensor(4, 512, dtype=f32), 10, False)
+
+
+def main() -> None:
+    launch_everything()
+    for capability in map(int, sys.argv[1:]):
+        for kernel, held, options in launched.values():
+            target = GPUTarget("cuda", capability, 32)
+            compiled = triton.compile(held["source"], target=target, options=options)
+            ptx = compiled.asm["ptx"]
+            wide = re.findall(r"ld\.global[.\w:]*\.v4\.b32|cp\.async\.cg", ptx)
+            narrow = re.findall(r"ld\.global[.\w:]*\.b16", ptx)
+            line = {
+                "kernel": kernel.__name__,
+                "target": capability,
+                "shared_bytes": compiled.metadata.shared,
+                "wide_loads": len(wide),
+                "narrow_weight_loads": len(narrow),
+                "options": options,
+                "constants": {k: str(v) for k, v in held["source"].constants.items()},
+            }
+            print(json.dumps({**line, "constants": str(list(line["constants"].values()))}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""CudaOps in triton's interpreter against TorchOps, on awkward shapes and poisoned outputs.
+
+The interpreter computes with the same masks and addresses as a GPU, so what this cannot show is
+only speed and the GPU's own rounding: tools/check_gpu_kernels.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from ftd.kernels.formats import FORMATS, ExpertLayout, expert_layout
+from ftd.kernels.reference import TorchOps
+from ftd.kernels.triton import linear, moe_decode, moe_prefill
+from ftd.kernels.triton.ops import CudaOps
+
+ACT = [torch.float32, torch.bfloat16]
+reference, ops = TorchOps(), CudaOps()
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Memory that kernels get holds NaN, or an id that reads far away."""
+    torch.manual_seed(1)
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def poison(x: torch.Tensor) -> torch.Tensor:
+        return x.fill_(float("nan") if x.is_floating_point() else 1 << 30)
+
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))
+
+
+def assert_near(mine: torch.Tensor, expected: torch.Tensor, act: torch.dtype) -> None:
+    """Equal but for float32 rounding, or in bfloat16 for a last bit here and there."""
+    assert mine.dtype == expected.dtype and mine.shape == expected.shape
+    limit = 1e-5 if act == torch.float32 else 1e-2
+    scale = expected.float().abs().max().clamp(min=1.0) if expected.numel() else torch.tensor(1.0)
+    torch.testing.assert_close(
+        mine.float(), expected.float(), rtol=limit, atol=float(limit * scale)
+    )
+
+
+class Records:
+    """Experts of random weights; ``address`` as the kernels take it."""
+
+    def __init__(self, layout: ExpertLayout, num: int) -> None:
+        self.layout, self.num = layout, num
+        self._memory = torch.zeros(layout.record_bytes * num + 4096, dtype=torch.uint8)
+        start = -self._memory.data_ptr() % 4096
+        self.bytes = self._memory[start : start + layout.record_bytes * num].view(num, -1)
+        payload = self.bytes[:, : layout.payload_bytes].view(layout.format.dtype)
+        payload.copy_(torch.randn(payload.shape) * 0.3)
+        self.bytes[:, layout.payload_bytes :] = 7  # padding, which a fill carries along
+        self.address = torch.tensor([row.data_ptr() for row in self.bytes])
+
+
+class TestLinear:
+    @pytest.mark.parametrize("act", ACT, ids=str)
+    @pytest.mark.parametrize(
+        ("T", "K", "out"),
+        [(1, 70, 33), (1, 2100, 5), (3, 96, 40), (12, 40, 20), (20, 64, 40), (0, 8, 4)],
+        ids=str,
+    )
+    def test_matches_the_reference(self, T, K, out, act):
+        x, weight, bias = (
+            torch.randn(T, K).to(act),
+            torch.randn(out, K).bfloat16(),
+            torch.randn(out),
+        )
+        for out_dtype in (act, torch.float32):
+            mine = ops.linear(x, weight, bias, out_dtype)
+            assert_near(mine, reference.linear(x, weight, bias, out_dtype), out_dtype)
+        assert_near(ops.linear(x, weight), reference.linear(x, weight), act)
+
+    def test_few_rows_of_a_large_matrix(self, monkeypatch):
+        monkeypatch.setattr(linear, "SMALL_OUT", 8)  # as if 30 outputs were many
+        x, weight = torch.randn(5, 300).bfloat16(), torch.randn(30, 300).bfloat16()
+        assert_near(ops.linear(x, weight), reference.linear(x, weight), torch.bfloat16)
+
+
+class TestMoe:
+    E = 6
+
+    @pytest.mark.parametrize("act", ACT, ids=str)
+    @pytest.mark.parametrize("stored", ["bf16", "f16", "f32"])
+    @pytest.mark.parametrize("T", [1, 3, 8, 21])
+    def test_matches_the_reference(self, T, stored, act):
+        records = Records(expert_layout(FORMATS[stored], 48, 40), self.E)
+        x, ids, weights = self.routed(T, 3, act, 48)
+        mine = ops.moe(x, ids, weights, records.address, records.layout)
+        expected = reference.moe(x, ids, weights, records.address, records.layout)
+        assert_near(mine, expected, act)
+
+    def test_tiles_and_programs_change_nothing(self):
+        records = Records(expert_layout(FORMATS["bf16"], 48, 40), self.E)
+        x, ids, weights = self.routed(3, 3, torch.bfloat16, 48)
+        want = moe_decode.moe_decode(x, ids, weights, records.address, records.layout)
+        for rows, programs in ((4, 2), (8, 3)):
+            tuning = moe_decode.Tuning(rows=rows, columns=32, programs=programs, warps=2)
+            mine = moe_decode.moe_decode(
+                x, ids, weights, records.address, records.layout, tuning=tuning
+            )
+            assert_near(mine, want, torch.float32)
+
+    def test_a_row_does_not_depend_on_the_rows_beside_it(self):
+        records = Records(expert_layout(FORMATS["bf16"], 48, 40), self.E)
+        x, ids, weights = self.routed(4, 3, torch.bfloat16, 48)
+        together = ops.moe(x, ids, weights, records.address, records.layout)
+        for t in range(4):
+            row = slice(t, t + 1)
+            alone = ops.moe(x[row], ids[row], weights[row], records.address, records.layout)
+            assert torch.equal(alone, together[row])
+
+    def test_an_expert_named_twice_by_a_row_counts_twice(self):
+        records = Records(expert_layout(FORMATS["f32"], 48, 40), self.E)
+        x, ids, weights = self.routed(2, 3, torch.float32, 48)
+        ids[1] = torch.tensor([2, 2, -1])
+        mine = ops.moe(x, ids, weights, records.address, records.layout)
+        expected = reference.moe(x, ids, weights, records.address, records.layout)
+        assert_near(mine, expected, torch.float32)
+
+    def test_unused_routes_are_not_read(self):
+        layout = expert_layout(FORMATS["bf16"], 48, 40)
+        x, weights = torch.randn(2, 48).bfloat16(), torch.rand(2, 3)
+        nowhere = torch.full((self.E,), 64)  # reading it would end the process
+        ids = torch.full((2, 3), -1, dtype=torch.int32)
+        assert torch.equal(ops.moe(x, ids, weights, nowhere, layout), torch.zeros(2, 48))
+        x, ids, weights = x.repeat(10, 1), ids.repeat(10, 1), weights.repeat(10, 1)
+        assert torch.equal(ops.moe(x, ids, weights, nowhere, layout), torch.zeros(20, 48))
+
+    @pytest.mark.parametrize("T", [1, 3])
+    def test_fill_stores_whole_records_of_the_experts_it_names(self, T):
+        layout = expert_layout(FORMATS["bf16"], 48, 40)
+        records, slots = Records(layout, self.E), Records(layout, self.E)
+        slots.bytes.zero_()
+        x, ids, weights = self.routed(T, 3, torch.bfloat16, 48)
+        ids[0] = torch.tensor([4, 1, -1])
+        fill = torch.zeros(self.E, dtype=torch.int64)
+        fill[4], fill[0] = slots.address[2], slots.address[3]
+        plain = ops.moe(x, ids, weights, records.address, layout)
+        mine = ops.moe(x, ids, weights, records.address, layout, fill)
+        assert torch.equal(mine, plain)
+        assert torch.equal(slots.bytes[2], records.bytes[4])
+        expected = records.bytes[0] if (ids == 0).any() else torch.zeros_like(records.bytes[0])
+        assert torch.equal(slots.bytes[3], expected)
+        assert not slots.bytes[[0, 1, 4, 5]].any()
+
+    def test_blocks_cover_each_route_once(self):
+        ids = torch.tensor([[0, 5], [5, -1], [5, 2], [5, 0]], dtype=torch.int32)
+        blocks = moe_prefill.group(ids, 6, 3)
+        covered: list[tuple[int, int]] = []
+        for expert, begin, end in zip(*(x.tolist() for x in blocks[1:])):
+            if expert < 6:
+                assert 0 < end - begin <= 3
+                covered += [(int(r), expert) for r in blocks.route[begin:end]]
+        flat = ids.flatten().tolist()
+        assert sorted(covered) == [(r, e) for r, e in enumerate(flat) if e >= 0]
+
+    def routed(self, T, K, act, hidden):
+        x = torch.randn(T, hidden).to(act)
+        ids = torch.stack([torch.randperm(self.E)[:K] for _ in range(T)]).int()
+        ids[0, 1] = -1
+        return x, ids, torch.rand(T, K)
+
+
+class TestAttention:
+    @pytest.mark.parametrize("act", ACT, ids=str)
+    @pytest.mark.parametrize("window", [None, 5])
+    @pytest.mark.parametrize(
+        ("T", "N", "NKV", "D", "page"),
+        [(1, 6, 2, 24, 8), (4, 4, 4, 16, 5), (30, 6, 2, 24, 8)],
+        ids=str,
+    )
+    def test_matches_the_reference(self, T, N, NKV, D, page, window, act):
+        q, k, v, table, sequence, position = self.paged(T, N, NKV, D, page, act)
+        arguments = (q, k, v, table, sequence, position, D**-0.5, window)
+        assert_near(ops.attention(*arguments), reference.attention(*arguments), act)
+
+    @pytest.mark.parametrize("T", [3, 30])
+    def test_rows_not_in_use_give_zeros_and_change_no_others(self, T):
+        q, k, v, table, sequence, position = self.paged(T, 6, 2, 24, 8, torch.float32)
+        want = ops.attention(q, k, v, table, sequence, position, 0.2)
+        position[1], sequence[2] = -1, -1
+        mine = ops.attention(q, k, v, table, sequence, position, 0.2)
+        assert not mine[1:3].any()
+        assert torch.equal(mine[3:], want[3:]) and torch.equal(mine[0], want[0])
+
+    def paged(self, T, N, NKV, D, page, act):
+        k, v = torch.randn(2, 50, page, NKV, D).to(act)
+        table = torch.randperm(50)[:48].view(3, 16).int()
+        sequence = torch.randint(0, 3, (T,)).sort().values.int()
+        position = torch.randint(0, 16 * page, (T,)).int()
+        return torch.randn(T, N, D).to(act), k, v, table, sequence, position
+
+
+class TestRows:
+    @pytest.mark.parametrize("act", ACT, ids=str)
+    def test_rms_norm(self, act):
+        for shape in ((5, 70), (3, 4, 24), (0, 16)):
+            x, weight = torch.randn(shape), torch.randn(shape[-1])
+            mine = ops.rms_norm(x, weight, 1e-6, act)
+            assert_near(mine, reference.rms_norm(x, weight, 1e-6, act), act)
+
+    @pytest.mark.parametrize("act", ACT, ids=str)
+    def test_add_rms_norm(self, act):
+        x, delta, weight = torch.randn(5, 70), torch.randn(5, 70), torch.randn(70)
+        before = x.clone()
+        total, mine = ops.add_rms_norm(x, delta, weight, 1e-6, act)
+        assert torch.equal(total, before + delta) and torch.equal(x, before)
+        assert_near(mine, reference.rms_norm(total, weight, 1e-6, act), act)
+
+    @pytest.mark.parametrize("act", ACT, ids=str)
+    @pytest.mark.parametrize("interleaved", [False, True])
+    @pytest.mark.parametrize("half", [4, 12])
+    def test_rope(self, half, interleaved, act):
+        x, cos, sin = torch.randn(5, 3, 24).to(act), torch.rand(5, half), torch.rand(5, half)
+        mine = ops.rope(x.clone(), cos, sin, interleaved)
+        assert_near(mine, reference.rope(x.clone(), cos, sin, interleaved), act)
+
+    def test_write_kv_leaves_rows_without_a_place(self):
+        k, v = torch.randn(2, 4, 3, 10)
+        pages = torch.zeros(2, 5, 8, 3, 10)
+        place = torch.tensor([9, -1, 0, 39])
+        ops.write_kv(k, v, place, *pages)
+        for written, given in zip(pages, (k, v)):
+            want = torch.zeros(40, 3, 10)
+            want[[9, 0, 39]] = given[[0, 2, 3]]
+            assert torch.equal(written.flatten(0, 1), want)
+
+    @pytest.mark.parametrize("act", ACT, ids=str)
+    def test_silu_mul(self, act):
+        gate, up = torch.randn(2, 3, 700).to(act)
+        assert_near(ops.silu_mul(gate, up), reference.silu_mul(gate, up), act)
