@@ -4,7 +4,7 @@
 // goes is fixed by its place in the row, and the four are added as ((0 + 1) + (2 + 3)), then across
 // lanes by a fixed tree. Rows end with zeros up to a whole step. So in float32 a result does not
 // depend on the number of tokens, on threads or on the tile. The kernels for bf16 activations on
-// AVX512-BF16 and AMX are free of this rule.
+// AVX512-BF16 and AMX are free of this rule: contract and tests know it for float32 alone.
 #pragma once
 
 #include <stdint.h>
@@ -15,7 +15,6 @@
 namespace ftd {
 
 constexpr int kTypes = 3;       // rows of kernels/formats.py
-constexpr int kMaxStep = 128;   // of every Matmul below
 constexpr int kPackAlign = 32;  // packed pieces may start at multiples of this many inputs
 constexpr int kKeyBlock = 256;  // positions of an attention block: its softmax is merged in order
 constexpr int kKeyStage = 64;   // positions widened to float32 at a time
