@@ -1,4 +1,4 @@
-"""Keys and values of every layer in device memory, one elastic range for each tensor."""
+"""Keys and values of every layer in device memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 from ftd.kv.cache import KvCache
 from ftd.model.spec import ModelSpec
 
-from .memory import DeviceMemory, DeviceRange
+from .memory import DeviceMemory, round_up
+
+_ALIGN_BYTES = 4096
 
 
 class CudaKvCache(KvCache):
@@ -27,18 +29,21 @@ class CudaKvCache(KvCache):
         memory: DeviceMemory,
     ) -> None:
         self.num_pages, self.page_tokens = num_pages, page_tokens
+        shapes = [
+            (num_pages + 1, page_tokens, layer.attention.num_kv_heads, layer.attention.head_dim)
+            for layer in spec.layers
+        ]
+        self.bytes = 2 * sum(round_up(prod(s) * dtype.itemsize, _ALIGN_BYTES) for s in shapes)
+        self._range = memory.reserve(self.bytes, self.bytes)
+        whole = self._range.bytes()
+        whole.zero_()  # a masked value is multiplied by 0: it must be a number
         self.k, self.v = [], []
-        self._ranges: list[DeviceRange] = []
-        for layer in spec.layers:
-            heads, dim = layer.attention.num_kv_heads, layer.attention.head_dim
-            shape = (num_pages + 1, page_tokens, heads, dim)
+        offset = 0
+        for shape in shapes:
             num_bytes = prod(shape) * dtype.itemsize
             for tensors in (self.k, self.v):
-                reserved = memory.reserve(num_bytes, num_bytes)
-                self._ranges.append(reserved)
-                tensors.append(reserved.bytes()[:num_bytes].view(dtype).view(shape))
-                tensors[-1].zero_()  # a masked key is multiplied by 0: it must be a number
-        self.bytes = sum(r.mapped_bytes for r in self._ranges)
+                tensors.append(whole[offset : offset + num_bytes].view(dtype).view(shape))
+                offset += round_up(num_bytes, _ALIGN_BYTES)
 
     @property
     def scratch_page(self) -> int:
@@ -46,5 +51,4 @@ class CudaKvCache(KvCache):
 
     def close(self) -> None:
         self.k, self.v = [], []
-        while self._ranges:
-            self._ranges.pop().close()
+        self._range.close()

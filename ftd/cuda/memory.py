@@ -16,7 +16,7 @@ from ftd.units import MiB, format_bytes
 
 from .driver import available, call, driver, tensor_at
 
-CHUNK_BYTES = 2 * MiB  # the granularity of every GPU so far: no range wastes more
+CHUNK_BYTES = 32 * MiB  # 7 GiB in 9 ms on the H200 machine; by 2 MiB, the granularity, in 280
 
 
 def round_up(num_bytes: int, unit: int = CHUNK_BYTES) -> int:

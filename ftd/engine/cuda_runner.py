@@ -99,7 +99,7 @@ class CudaRunner:
         return DecodeResult(self, graph, states, positions, graph.launch(rows), resident)
 
     def can_follow(self, result: StepResult) -> bool:
-        return isinstance(result, DecodeResult) and result.all_on_device
+        return isinstance(result, DecodeResult) and result.all_rows_go_on
 
     def follow(self, result: StepResult, spans: Sequence[Span | None]) -> StepResult:
         assert isinstance(result, DecodeResult) and len(spans) == len(result.states)
@@ -167,8 +167,9 @@ class DecodeResult:
         self.followed = False  # its logits are being overwritten
 
     @property
-    def all_on_device(self) -> bool:
-        return all(state is None or on_device(state) for state in self.states)
+    def all_rows_go_on(self) -> bool:
+        """No row has ended, and none needs its logits on the host."""
+        return all(state is not None and on_device(state) for state in self.states)
 
     def logits(self) -> torch.Tensor:
         assert not self.followed

@@ -53,3 +53,11 @@ def test_everything_resident_never_asks_where_experts_are(alone):
         assert core.experts.all_resident
         assert comparable(answer_all(core, requests())) == alone
         assert core.status().expert_misses == 0
+
+
+def test_rows_that_end_one_after_another(alone):
+    """Steps are launched ahead while all rows go on; each ending makes the batch anew."""
+    greedy = [one for one in requests() if one.sampling.temperature == 0]
+    with cuda_core(MODEL, slots=9, max_running=8) as core:
+        answers = comparable(answer_all(core, greedy))
+    assert answers == {name: alone[name] for name in answers}
