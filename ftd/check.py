@@ -21,6 +21,7 @@ import click
 from ftd import __version__
 from ftd.checkpoint.source import ModelSource, resolve
 from ftd.config import Config, HttpAddress, flag, shown
+from ftd.cuda.device import choose_gpu
 from ftd.engine.loading import Prepared, prepare
 from ftd.errors import FtdError
 from ftd.kernels.cpu import native
@@ -87,6 +88,7 @@ def examine(config: Config, machine: Machine) -> Report:
     try:
         source = resolve(config.model, download=False)
         prepared = prepare(source.path, config, machine)
+        findings += [*device_findings(config, prepared.plan)]
         findings += plan_findings(prepared.spec, prepared.plan)
     except FtdError as e:
         findings.append(Finding.of(e))
@@ -221,6 +223,16 @@ def kernel_findings(config: Config) -> Iterator[Finding]:
     if threads == "auto":
         threads = native.default_threads(native.usable_cores())
     yield Finding(Severity.NOTE, f"CPU kernels for {isa}, {threads} threads")
+
+
+def device_findings(config: Config, plan: MemoryPlan) -> Iterator[Finding]:
+    if plan.vram:
+        gpu = plan.vram.gpu
+        capability = ".".join(map(str, gpu.capability))
+        text = f"computes on GPU {gpu.index}, {gpu.name}, compute capability {capability}"
+        yield Finding(Severity.NOTE, text)
+    elif config.device == "auto":
+        yield Finding(Severity.NOTE, f"computes on the CPU: {choose_gpu(config.device).reason}")
 
 
 def limit_findings(machine: Machine, descriptors: int) -> Iterator[Finding]:

@@ -6,6 +6,7 @@ of the others are copied and drawn from as on the CPU device. One wait a step, f
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -16,6 +17,7 @@ from ftd.cuda.kv import CudaKvCache
 from ftd.cuda.residency import CapturedExperts, CudaExperts
 from ftd.cuda.sampling import draw
 from ftd.cuda.tables import Fetched
+from ftd.engine.api import Sampling
 from ftd.engine.batch import Span, pack
 from ftd.engine.philox import uniform
 from ftd.engine.runner import Drawn, StepResult, drawing, ends_of
@@ -24,12 +26,15 @@ from ftd.errors import EngineFailed
 from ftd.model.architecture import Experts, Model
 from ftd.model.step import StepInput
 
+BLOCK_ROWS = 16  # of a prompt: what one tensor core tile holds
+
 
 class CudaRunner:
     """
     Args:
         experts: of which captured steps read the address table.
-        most_pages: of one sequence: what a graph's page table holds.
+        most_pages: of one sequence: what a page table holds.
+        chunk_tokens: of the longest prompt chunk.
         capture: False where kernels cannot read the host pool: every step is then eager.
     """
 
@@ -40,11 +45,13 @@ class CudaRunner:
         experts: CudaExperts,
         device: torch.device,
         most_pages: int,
+        chunk_tokens: int,
         *,
         capture: bool = True,
     ) -> None:
         self._model, self._kv, self._experts, self._device = model, kv, experts, device
-        self._most_pages, self._capture = most_pages, capture
+        self._most_pages, self._chunk_tokens = most_pages, chunk_tokens
+        self._capture = capture
         self.sampler = Sampler(model.spec.vocab)
         self._graphs: dict[int, DecodeGraph] = {}
 
@@ -60,6 +67,16 @@ class CudaRunner:
             if stream is not None:
                 pool = graph.capture(pool, stream)
         progress(len(BATCHES), len(BATCHES))
+        self._warm_prompts()
+
+    def _warm_prompts(self) -> None:
+        """Run prompts of each size for which kernels are compiled; nobody's keys are touched."""
+        page_tokens = self._kv.page_tokens
+        greedy = SamplingState(Sampling(temperature=0.0), ())
+        for tokens in warm_up_sizes(min(self._chunk_tokens, self._most_pages * page_tokens)):
+            pages = [self._kv.scratch_page] * -(-tokens // page_tokens)
+            self._eager([Span((0,) * tokens, 0, pages, 1)], [greedy], self._experts).draws()
+            self._experts.abandon_step()
 
     def routed(self, routing: np.ndarray, resident: np.ndarray) -> None:
         self._experts.routed(routing, resident)
@@ -115,7 +132,7 @@ class CudaRunner:
     def _eager(
         self, spans: Sequence[Span], sampling: Sequence[SamplingState | None], experts: Experts
     ) -> EagerResult:
-        step = pack(spans, self._kv.page_tokens)
+        step = padded(pack(spans, self._kv.page_tokens), self._most_pages)
         step = StepInput(*(getattr(step, f).to(self._device) for f in StepInput.__slots__))
         logits = self._model.forward(step, self._kv, experts)
         states, positions = drawing(spans, sampling)
@@ -126,6 +143,34 @@ class CudaRunner:
             temperature, u = torch.tensor(numbers, dtype=torch.float64).to(self._device).unbind(1)
             drawn = draw(logits[ends], temperature.float(), u)
         return EagerResult(self.sampler, states, positions, drawn, logits, ends)
+
+
+def padded(step: StepInput, most_pages: int) -> StepInput:
+    """Repeat the last row up to a whole block of rows, and widen the page table to its full width.
+
+    Kernels are compiled for few shapes then. A repeated row chooses the same experts and writes the
+    same keys to the same place, so it costs and changes nothing.
+    """
+    rows = len(step.ids)
+    row = torch.arange(-(-rows // BLOCK_ROWS) * BLOCK_ROWS).clamp(max=rows - 1)
+    table = torch.nn.functional.pad(step.page_table, (0, most_pages - step.page_table.shape[1]))
+    return StepInput(
+        step.ids[row],
+        step.position[row],
+        step.sequence[row],
+        step.place[row],
+        table,
+        step.logit_rows,
+    )
+
+
+def warm_up_sizes(most_tokens: int) -> list[int]:
+    """Prompt sizes that between them use every variant of the kernels: powers of two, and the most.
+
+    Their tiles, and over how many programs attention is split, change at these.
+    """
+    sizes = itertools.takewhile(lambda n: n < most_tokens, (BLOCK_ROWS << i for i in range(20)))
+    return [*sizes, most_tokens]
 
 
 def _draw_with(state: SamplingState, position: int) -> tuple[float, float]:

@@ -265,7 +265,7 @@ def _on_gpu(
     filled_s = time.monotonic()
     most_pages = -(-plan.context_tokens // plan.page_tokens)
     capture = registration.pinned or all_resident
-    runner = CudaRunner(model, kv, experts, device, most_pages, capture=capture)
+    runner = CudaRunner(model, kv, experts, device, most_pages, plan.prefill_chunk, capture=capture)
     runner.warm_up(lambda done, total: log.info("graphs.captured", done=done, total=total))
     ready_s = time.monotonic()
     free, total = torch.cuda.mem_get_info(device)

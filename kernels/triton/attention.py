@@ -194,5 +194,9 @@ def tile_of(rows: int, group: int, head_dim: int, act: torch.dtype) -> Tile:
 
 
 def num_splits(programs: int, tiles: int) -> int:
-    """Programs that share a block's positions, if all blocks are ``programs`` programs."""
-    return max(1, min(PROGRAMS // programs, tiles, MAX_SPLITS))
+    """Programs that share a block's positions, if all blocks are ``programs`` programs.
+
+    A power of two: a kernel is compiled for each number.
+    """
+    splits = max(1, min(PROGRAMS // programs, tiles, MAX_SPLITS))
+    return 1 << (splits.bit_length() - 1)

@@ -62,7 +62,13 @@ def cuda_core(
         undo.callback(experts.close)
         experts.fill_slots()
         runner = CudaRunner(
-            model, kv, experts, device, -(-plan.context_tokens // plan.page_tokens), capture=pinned
+            model,
+            kv,
+            experts,
+            device,
+            -(-plan.context_tokens // plan.page_tokens),
+            plan.prefill_chunk,
+            capture=pinned,
         )
         runner.warm_up(lambda done, total: None)
         yield EngineCore(

@@ -17,7 +17,7 @@ from ftd.engine.loading import load_core, prepare
 def engine_core(path: Path, num_pages: int | None = None, **settings: object):
     """A core on a checkpoint; ``num_pages`` shrinks the KV pool below what a plan would give."""
     flags = {name: str(value) for name, value in settings.items()}
-    config = load_config({"model": str(path), "dtype": "float32", **flags}, {})
+    config = load_config({"model": str(path), "device": "cpu", "dtype": "float32", **flags}, {})
     prepared = prepare(path, config)
     if num_pages:
         prepared = replace(prepared, plan=replace(prepared.plan, num_pages=num_pages))
