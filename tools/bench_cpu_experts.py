@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import mmap
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -80,26 +81,39 @@ class Burst(NamedTuple):
     num_bytes: int
 
 
-def timed(ops: NativeOps, burst: Burst) -> float:
-    """GB/s. The workers are awake, as they are within a step."""
+class Timing(NamedTuple):
+    gb_per_s: float
+    disturbed: bool  # the scheduler took a core away meanwhile
+
+
+def timed(ops: NativeOps, burst: Burst) -> Timing:
+    """One burst. The workers are awake, as they are within a step."""
     ops.pool.wake()
     time.sleep(1e-4)
+    switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
     begin = time.perf_counter()
     burst.run()
-    return burst.num_bytes / (time.perf_counter() - begin) / 1e9
+    took = time.perf_counter() - begin
+    disturbed = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw != switches
+    return Timing(burst.num_bytes / took / 1e9, disturbed)
 
 
 def paired(
     ops: NativeOps, kernel: Callable[[], Burst], read: Callable[[int], Burst], seconds: float
 ) -> dict[str, float]:
-    """Alternates kernel and read of as many bytes; GB/s of both and the share, over the pairs."""
-    rates, reads = [], []
+    """Alternates kernel and read of as many bytes; GB/s of both and the share, over the pairs.
+
+    Pairs in which another process took a core away are left out, unless that leaves too few.
+    """
+    pairs: list[tuple[Timing, Timing]] = []
     kernel().run()
     deadline = time.perf_counter() + seconds
-    while len(rates) < 8 or time.perf_counter() < deadline:
+    while len(pairs) < 8 or time.perf_counter() < deadline:
         burst = kernel()
-        rates.append(timed(ops, burst))
-        reads.append(timed(ops, read(burst.num_bytes)))
+        pairs.append((timed(ops, burst), timed(ops, read(burst.num_bytes))))
+    calm = [pair for pair in pairs if not (pair[0].disturbed or pair[1].disturbed)]
+    used = calm if len(calm) >= 8 else pairs
+    rates, reads = ([timing.gb_per_s for timing in side] for side in zip(*used, strict=True))
     shares = [100 * a / b for a, b in zip(rates, reads, strict=True)]
     low, *_, high = quantiles(shares, n=10)
     return {
@@ -110,7 +124,8 @@ def paired(
         "share %": median(shares),
         "share % p10": low,
         "share % p90": high,
-        "bursts": len(rates),
+        "pairs": len(used),
+        "pairs left out": len(pairs) - len(used),
     }
 
 
@@ -199,7 +214,7 @@ def main() -> int:
         print(
             f"{name:24} {r['GB/s']:6.1f} {r['GB/s p90']:6.1f}   {r['read GB/s']:6.1f} "
             f"{r['read GB/s p90']:6.1f}   {r['share %']:3.0f} % ({r['share % p10']:.0f} .. "
-            f"{r['share % p90']:.0f}), {r['bursts']:.0f} bursts"
+            f"{r['share % p90']:.0f}), {r['pairs']:.0f} pairs, {r['pairs left out']:.0f} disturbed"
         )
     return 0
 

@@ -45,7 +45,7 @@ struct Units {
   // A dozen units a thread end together, more or less; below 32 rows reading suffers.
   Units(int64_t matrix_rows, const Moe& moe, int threads) {
     const int64_t wanted = matrix_rows * moe.num_groups / (12 * threads) / kPackAlign * kPackAlign;
-    rows = greatest(kPackAlign, least(4 * kPackAlign, wanted));
+    rows = greatest(kPackAlign, least(8 * kPackAlign, wanted));
     per_group = (matrix_rows + rows - 1) / rows;
     count = per_group * moe.num_groups;
   }

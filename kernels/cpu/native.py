@@ -20,6 +20,7 @@ import torch
 
 from ftd.errors import ConfigError
 
+from ..composed import ComposedOps
 from ..formats import FORMATS, ExpertLayout
 from .topology import Node, default_threads, discover_nodes, place_threads, usable_cores
 
@@ -233,7 +234,7 @@ class CpuPool:
             self.library.functions.ftd_pool_destroy(handle)
 
 
-class NativeOps:
+class NativeOps(ComposedOps):
     """``kernels.ops.Ops`` by the C++ kernels of one instruction set."""
 
     def __init__(self, pool: CpuPool, isa: str) -> None:
