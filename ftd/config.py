@@ -149,6 +149,12 @@ class Config:
         "Whether models think when a request does not say; auto: as the checkpoint's template has "
         "it, and on /v1/messages not.",
     )
+    tool_dialect: str = setting(
+        "auto",
+        kinds.text(),
+        "How the model writes tool calls and thinking: the name of a family such as hermes; auto: "
+        "as its chat template tells.",
+    )
     drop_billing_line: bool = setting(
         True,
         kinds.switch(),

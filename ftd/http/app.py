@@ -10,15 +10,22 @@ from typing import Any
 from aiohttp import web
 
 from ftd.config import Config
+from ftd.errors import ConfigError
+from ftd.text.dialects import DIALECTS
 
-from . import guard
+from . import guard, openapi
 from .chat import read_chat
+from .compaction import read_compaction
 from .completions import read_completion
 from .errors import NoSuchModel, json_response
-from .exchange import FRONT_END, FrontEnd, handler
+from .exchange import FRONT_END, FrontEnd, counter, handler
+from .messages import count_messages, read_messages
 from .metrics import CONTENT_TYPE, Metrics
 from .ports import Lifecycle, ServedModel
+from .responses import count_responses, read_responses
+from .stored_responses import ROUTES as STORED_RESPONSES
 
+_ALIASES = ("claude-", "gpt-")  # names agents ask for; any name is served, these are shown too
 WORKERS = 4  # threads that tokenize and render; a runaway template takes one for some seconds
 
 
@@ -26,8 +33,13 @@ def make_app(lifecycle: Lifecycle, config: Config) -> web.Application:
     """The application; run it with ``make_runner``, which also notices clients that leave.
 
     Raises:
-        ConfigError: the API key file cannot be used.
+        ConfigError: the API key file cannot be used, or there is no such tool dialect.
     """
+    if config.tool_dialect not in ("auto", *DIALECTS):
+        raise ConfigError(
+            f"--tool-dialect: there is none of the name {config.tool_dialect!r}",
+            hint=f"known are auto, {', '.join(DIALECTS)}",
+        )
     app = web.Application(
         middlewares=[
             guard.errors,
@@ -45,11 +57,18 @@ def make_app(lifecycle: Lifecycle, config: Config) -> web.Application:
         [
             web.post("/v1/chat/completions", handler("chat", "chatcmpl-", read_chat)),
             web.post("/v1/completions", handler("completions", "cmpl-", read_completion)),
+            web.post("/v1/messages", handler("messages", "msg_", read_messages)),
+            web.post("/v1/messages/count_tokens", counter(count_messages)),
+            web.post("/v1/responses", handler("responses", "resp_", read_responses)),
+            web.post("/v1/responses/input_tokens", counter(count_responses)),
+            web.post("/v1/responses/compact", handler("compact", "resp_", read_compaction)),
+            *STORED_RESPONSES,
             web.get("/v1/models", list_models),
             web.get("/v1/models/{id:.+}", show_model),
             web.get("/health", health),
             web.get("/health/live", live),
             web.get("/metrics", metrics),
+            web.get("/openapi.json", openapi.show),
         ]
     )
     return app
@@ -92,7 +111,7 @@ async def list_models(request: web.Request) -> web.Response:
 async def show_model(request: web.Request) -> web.Response:
     served = request.app[FRONT_END].lifecycle.current()
     name = request.match_info["id"]
-    if name not in _names(served):
+    if name not in _names(served) and not name.startswith(_ALIASES):
         raise NoSuchModel(
             f"there is no model {name[:200]!r}", param="model", hint=f"there is {served.name}"
         )
@@ -133,7 +152,9 @@ def _entry(served: ServedModel, name: str) -> dict[str, Any]:
         "created_at": _iso(served.created),
         "owned_by": "ftd",
         "display_name": name,
+        "lifecycle": "active",
         "max_input_tokens": min(limits.context_tokens, limits.pool_tokens) - 1,
+        "max_tokens": min(limits.context_tokens, limits.pool_tokens) - 1,
         "context_length": limits.context_tokens,
     }
 

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import structlog
 from aiohttp import web
@@ -27,7 +27,7 @@ from .generation import Generation, Job, Usage, as_ftd_error
 from .metrics import Metrics
 from .ports import Lifecycle, ServedModel
 from .response_store import ResponseStore
-from .stream import EventStream, ReaderLost
+from .stream import EventStream, ReaderLost, request_id_headers
 
 log = structlog.get_logger(__name__)
 
@@ -35,11 +35,19 @@ BODY_TIMEOUT_S = 60.0  # for a body to arrive; the largest at 5 Mbit/s
 T = TypeVar("T")
 
 
-class Dialect(Protocol):
+class Plain(Protocol):
     """One request in one API's words: what it asks for, and how it wants to be answered."""
 
     job: Job
-    stream: bool
+    stream: bool  # it is a ``Dialect``, and its events are wanted
+
+    def reply(self, answers: list[Piece], usage: Usage) -> dict[str, Any]:
+        """The body of a plain reply."""
+        ...
+
+
+class Dialect(Plain, Protocol):
+    """One that can be streamed as well."""
 
     def opening(self) -> Iterable[bytes]:
         """Events as soon as the request is admitted."""
@@ -57,10 +65,6 @@ class Dialect(Protocol):
         """Headers are out: the error as an event."""
         ...
 
-    def reply(self, answers: list[Piece], usage: Usage) -> dict[str, Any]:
-        """The body of a plain reply."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -72,8 +76,14 @@ class Asked:
     responses: ResponseStore
     headers: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def tool_dialect(self) -> str | None:
+        """The one that was set; None: the template tells."""
+        return None if self.config.tool_dialect == "auto" else self.config.tool_dialect
 
-Reader = Callable[[Fields, Asked], Dialect]
+
+Reader = Callable[[Fields, Asked], Plain]
+Counter = Callable[[Fields, Asked], dict[str, Any]]
 
 
 @dataclass(slots=True)
@@ -85,7 +95,7 @@ class FrontEnd:
     metrics: Metrics
     workers: ThreadPoolExecutor
     responses: ResponseStore = field(default_factory=ResponseStore)
-    running: dict[str, Generation] = field(default_factory=dict)  # by request id
+    running: dict[str, Story] = field(default_factory=dict)  # by request id
     held: int = 0  # requests that wait for a model
 
     async def wait_ready(self) -> ServedModel:
@@ -125,7 +135,7 @@ class Story:
     endpoint: str
     started_s: float = field(default_factory=time.monotonic)
     model: str | None = None
-    dialect: Dialect | None = None
+    dialect: Plain | None = None
     generation: Generation | None = None
     outcome: str = "cancelled"  # until something else is known: the client left
     status: int = 499
@@ -184,6 +194,19 @@ def handler(endpoint: str, id_prefix: str, read: Reader) -> Callable[[web.Reques
     return handle
 
 
+def counter(count: Counter) -> Callable[[web.Request], Any]:
+    """An aiohttp handler for requests that need the model's text side only: no place in a queue."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        front = request.app[FRONT_END]
+        served = await front.wait_ready()
+        body = await read_body(request, front.config.body_limit)
+        asked = front.asked(request, served, f"count_{uuid.uuid4().hex}")
+        return json_response(await front.work(lambda: count(parse_body(body), asked)))
+
+    return handle
+
+
 async def _answer(
     request: web.Request, front: FrontEnd, story: Story, read: Reader
 ) -> web.StreamResponse:
@@ -195,11 +218,12 @@ async def _answer(
         dialect = await front.work(_prepare, body, read, asked)
         generation = Generation(served.engine, served.text, dialect.job, story.request_id)
         story.model, story.dialect, story.generation = served.name, dialect, generation
-        front.running[story.request_id] = generation
+        front.running[story.request_id] = story
         try:
             async with generation:
                 if dialect.stream:
-                    return await _stream(request, front, story, dialect, generation)
+                    streamed = cast(Dialect, dialect)
+                    return await _stream(request, front, story, streamed, generation)
                 return await _reply(front, story, dialect, generation)
         except NotReady:
             if generation.admitted or await front.wait_ready() is served:
@@ -209,7 +233,7 @@ async def _answer(
             del front.running[story.request_id]
 
 
-def _prepare(body: bytes, read: Reader, asked: Asked) -> Dialect:
+def _prepare(body: bytes, read: Reader, asked: Asked) -> Plain:
     return read(parse_body(body), asked)
 
 
@@ -236,7 +260,7 @@ def _too_large(size_bytes: int, limit_bytes: int) -> BodyTooLarge:
 
 
 async def _reply(
-    front: FrontEnd, story: Story, dialect: Dialect, generation: Generation
+    front: FrontEnd, story: Story, dialect: Plain, generation: Generation
 ) -> web.Response:
     collected: list[list[Piece]] = [[] for _ in range(dialect.job.answers)]
     async for arrived in generation.pieces(front.config.heartbeat):
@@ -247,7 +271,7 @@ async def _reply(
     answers = [joined(pieces) for pieces in collected]
     story.status = 200
     body = dialect.reply(answers, generation.usage())
-    return json_response(body, headers={"X-Request-Id": story.request_id})
+    return json_response(body, headers=request_id_headers(story.request_id))
 
 
 async def _stream(

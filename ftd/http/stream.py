@@ -23,6 +23,11 @@ def event(data: Any, name: str | None = None) -> bytes:
     return b"%sdata: %s\n\n" % (prefix, orjson.dumps(data))
 
 
+def request_id_headers(request_id: str) -> dict[str, str]:
+    """Under the names OpenAI's and Anthropic's clients look for."""
+    return {"X-Request-Id": request_id, "Request-Id": request_id}
+
+
 class EventStream:
     """Sends events; headers go out with the first.
 
@@ -37,8 +42,8 @@ class EventStream:
                 "Content-Type": "text/event-stream; charset=utf-8",
                 "Cache-Control": "no-cache",
                 "X-Accel-Buffering": "no",  # nginx would collect events otherwise
-                "X-Request-Id": request_id,
             }
+            | request_id_headers(request_id)
         )
 
     async def send(self, frames: Iterable[bytes]) -> None:

@@ -51,7 +51,12 @@ def turn_job(
         copies=copies,
         max_tokens=max_tokens,
         sampling=sampling,
-        reading=Reading(stops, one_call=one_call, empty=max_tokens == 0),
+        reading=Reading(
+            stops,
+            asked.served.text.parser(conversation, prompt.text or "", asked.tool_dialect),
+            one_call=one_call,
+            empty=max_tokens == 0,
+        ),
         eos_ids=frozenset() if ignore_eos else asked.served.text.eos_ids,
         stop_ids=stop_ids,
     )

@@ -40,6 +40,9 @@ class Piece:
 class Parser(Protocol):
     """Finds structure in an answer; see ``ftd.text.parse``."""
 
+    @property
+    def thinking(self) -> bool: ...
+
     def feed(self, token_id: int | None, text: str) -> list[Event]: ...
 
     def finish(self, cut: bool) -> list[Event]: ...
@@ -47,6 +50,8 @@ class Parser(Protocol):
 
 class PlainParser:
     """Everything is text."""
+
+    thinking = False
 
     def feed(self, token_id: int | None, text: str) -> list[Event]:
         return [Text(text)] if text else []
@@ -79,7 +84,6 @@ class Answer:
         self._detokenizer = text.detokenizer()
         self._parser = reading.parser()
         self._scanner = StopScanner(reading.stops)
-        self._thinking = False
         self._waiting: deque[tuple[int, TokenLogprob]] = deque()  # with the offset of their text
         self._read_chars = 0  # of text, given to the scanner
         self._shown_chars = 0
@@ -118,30 +122,23 @@ class Answer:
             self.tokens += 1
             if output.logprobs:
                 self._waiting.append((self._read_chars, output.logprobs[i]))
+            thinking = self._parser.thinking
             events = self._parser.feed(token, self._detokenizer.push(token))
-            self._count_thinking(events)
+            self.reasoning_tokens += thinking or self._parser.thinking
             if self._show(events, shown):
                 return "stop"
         self.tokens += len(output.tokens) - len(tokens)
         if output.finish is None:
             return None
         cut = output.finish is Finish.LENGTH
-        if rest := self._detokenizer.flush():
-            events = self._parser.feed(None, rest)
-            self._count_thinking(events)
-            if self._show(events, shown):
-                return "stop"
+        if self._show(self._parser.feed(None, self._detokenizer.flush()), shown):
+            return "stop"
+        thinking = self._parser.thinking
         if self._show(self._parser.finish(cut), shown):
             return "stop"
         shown.append(Text(self._scanner.flush()))
         # an answer that ends within its thinking has been cut, whoever cut it
-        return "length" if cut or self._thinking else "stop"
-
-    def _count_thinking(self, events: Sequence[Event]) -> None:
-        """A token without an event of its own belongs to whatever came before it."""
-        if events:
-            self._thinking = isinstance(events[-1], Reasoning)
-        self.reasoning_tokens += self._thinking or any(isinstance(e, Reasoning) for e in events)
+        return "length" if cut or thinking else "stop"
 
     def _show(self, events: Iterable[Event], shown: list[Event]) -> bool:
         """Add to ``shown`` what stop strings let through; whether the answer ends here."""

@@ -114,12 +114,12 @@ def _tool_call(call: Any, where: str, made_up_id: str) -> Message:
         "type": "function",
         "function": {
             "name": function["name"],
-            "arguments": _arguments(function.get("arguments")),
+            "arguments": arguments_value(function.get("arguments")),
         },
     }
 
 
-def _arguments(arguments: Any) -> Any:
+def arguments_value(arguments: Any) -> Any:
     """An object if it is one or parses to one, for templates that walk it; else the text as it is.
 
     A call cut in the middle by some server must not make its conversation unusable for ever.

@@ -172,6 +172,7 @@ class ChatTemplate:
             dict=_Dict(),
             namespace=_Namespace,
         )
+        self.source = source
         try:
             self._template = environment.from_string(source)
             self.facts = _facts(environment, source)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from ftd.errors import CheckpointError, RequestInvalid
 
 from .conversation import Conversation
 from .detokenize import Detokenizer, Vocabulary
+from .dialects import Markup, detect
 from .messages import Message, rewrites
+from .parse import OutputParser
 from .template import ChatTemplate, TemplateRefused
 
 _SPECIAL_TOKENS = (
@@ -48,6 +51,7 @@ class TextModel:
         self.eos_ids = self._eos_ids(_read_json(path / "config.json"), generation, tokenizer_config)
         self.defaults = _sampling_defaults(generation)
         self._templates = _load_templates(path, tokenizer_config)
+        self._markups: dict[tuple[str, str | None], Markup] = {}  # by template and dialect
 
     @property
     def has_chat_template(self) -> bool:
@@ -108,6 +112,30 @@ class TextModel:
         facts = self._template(with_tools=bool(tools)).facts
         extra = {**conversation.thinking.variables(facts), **conversation.variables}
         return self.render(conversation.messages, tools=tools, extra=extra)
+
+    def parser(
+        self, conversation: Conversation, prompt: str, dialect: str | None = None
+    ) -> Callable[[], OutputParser]:
+        """What makes a parser for each answer to ``prompt``.
+
+        Args:
+            dialect: how the model writes calls and thinking; None: as its template tells.
+        """
+        template = self._template(with_tools=bool(conversation.declarations))
+        markup = self._markups.get((template.source, dialect))
+        if markup is None:
+            added = {
+                str(token.content): token_id
+                for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
+            }
+            markup = Markup(detect(template.source, added, dialect), added)
+            self._markups[template.source, dialect] = markup
+        return partial(
+            OutputParser,
+            markup,
+            tools=conversation.tools,
+            thinking_open=markup.opens_thinking(prompt),
+        )
 
     def _template(self, *, with_tools: bool) -> ChatTemplate:
         if not self._templates:

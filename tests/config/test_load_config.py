@@ -53,7 +53,7 @@ def test_every_setting_has_the_same_name_everywhere(tmp_path):
         "api_key_file": '"/tmp/k"', "allowed_hosts": '["h"]', "allow_origin": '["https://o"]',
         "load_threads": "2", "log_level": '"debug"', "log_format": '"json"',
         "log_prompts": "true", "fault": '"step:3,load:1,slow:50ms"', "hold": '"20s"',
-        "thinking": '"off"', "drop_billing_line": "false",
+        "thinking": '"off"', "drop_billing_line": "false", "tool_dialect": '"hermes"',
     }  # fmt: skip
     assert set(typed) == {f.name for f in settings()}
     text = {k: v.strip("[]").replace('"', "").replace(", ", ",") for k, v in typed.items()}

@@ -112,18 +112,43 @@ class Front:
             assert response.content_type == "text/event-stream"
             return events_of(await response.read())
 
+    async def message(self, content: Any, **fields: Any) -> tuple[int, Any]:
+        messages = [{"role": "user", "content": content}]
+        return await self.post("/v1/messages", {"max_tokens": 1000, "messages": messages, **fields})
+
+    async def stream_message(self, content: Any, **fields: Any) -> list[Any]:
+        messages = [{"role": "user", "content": content}]
+        return await self.stream(
+            "/v1/messages", {"max_tokens": 1000, "messages": messages, **fields}
+        )
+
+    async def respond(self, given: Any, **fields: Any) -> tuple[int, Any]:
+        return await self.post("/v1/responses", {"input": given, **fields})
+
+    async def stream_response(self, given: Any, **fields: Any) -> list[Any]:
+        return await self.stream("/v1/responses", {"input": given, **fields})
+
+    def prompt(self, number: int = -1) -> str:
+        """The prompt of a request the engine got, special tokens left out."""
+        return self.text.decode(self.engine.requests[number].prompt_ids)
+
     async def stream_chat(self, content: Any, **fields: Any) -> list[Any]:
         messages = [{"role": "user", "content": content}]
         return await self.stream("/v1/chat/completions", {"messages": messages, **fields})
 
 
 def events_of(data: bytes) -> list[Any]:
+    """Every event's data; a named event must bear the name its data has."""
     events = []
     for block in data.decode().split("\n\n"):
-        if block:
-            assert block.startswith("data: "), block
-            payload = block.removeprefix("data: ")
-            events.append(payload if payload == "[DONE]" else orjson.loads(payload))
+        if not block:
+            continue
+        *names, line = block.split("\n")
+        assert line.startswith("data: "), block
+        payload = line.removeprefix("data: ")
+        events.append(payload if payload == "[DONE]" else orjson.loads(payload))
+        if names:
+            assert names == [f"event: {events[-1]['type']}"]
     return events
 
 

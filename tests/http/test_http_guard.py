@@ -214,8 +214,8 @@ async def _declare(front, size: int) -> tuple[int, bytes]:
         ("POST", "/v1/embeddings", 404, b"no embeddings"),
         ("POST", "/v1/images/generations", 404, b"text only"),
         ("POST", "/v1/audio/speech", 404, b"text only"),
-        ("POST", "/v1/messages", 404, b"/v1/chat/completions"),
-        ("GET", "/v1/responses", 404, b"does not exist"),
+        ("POST", "/v1/message", 404, b"/v1/messages"),
+        ("GET", "/v1/responses", 405, b"use POST"),
         ("GET", "/", 404, b"does not exist"),
         ("GET", "/v1/chat/completions/", 404, b"does not exist"),
     ],
@@ -232,9 +232,9 @@ async def test_head_of_unknown_paths_is_404(front):
         assert (await request(front, "HEAD", path))[0].status == 404
 
 
-async def test_a_websocket_upgrade_is_404(front):
+async def test_a_websocket_is_refused_so_that_codex_goes_on_with_post(front):
     headers = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Key": "x" * 16}
-    assert (await request(front, "GET", "/v1/responses", headers=headers))[0].status == 404
+    assert (await request(front, "GET", "/v1/responses", headers=headers))[0].status == 426
 
 
 async def test_our_own_mistake_is_500_without_details(front, monkeypatch):

@@ -23,12 +23,17 @@ async def test_models_are_listed_with_their_aliases(front):
         "created_at": "2023-11-14T22:13:20Z",
         "owned_by": "ftd",
         "display_name": "test-model",
+        "lifecycle": "active",
         "max_input_tokens": 2047,
+        "max_tokens": 2047,
         "context_length": 2048,
     }
 
 
-@pytest.mark.parametrize(("name", "status"), [("test-model", 200), ("gpt-test", 200), ("x/y", 404)])
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [("test-model", 200), ("gpt-test", 200), ("claude-opus-9", 200), ("gpt-9", 200), ("x/y", 404)],
+)
 async def test_one_model(front, name, status):
     response, text = await get(front, f"/v1/models/{name}")
     assert response.status == status
