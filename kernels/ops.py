@@ -96,3 +96,43 @@ class Ops(Protocol):
     def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """silu(gate) · up in float32, rounded to the inputs' dtype."""
         ...
+
+    # The rest is composed of the above (``kernels.composed``): one kernel each on a GPU.
+
+    def route(
+        self,
+        logits: torch.Tensor,  # [T, E] float32
+        k: int,
+        normalise: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # [T, K] int32, [T, K] float32
+        """The k most probable experts, best first, the lower id first among equals.
+
+        Weights are their probabilities among all experts, or with ``normalise`` among the chosen.
+        """
+        ...
+
+    def add_rms_norm(
+        self,
+        x: torch.Tensor,  # [T, H] float32
+        delta: torch.Tensor,  # [T, H] float32
+        weight: torch.Tensor,  # [H]
+        eps: float,
+        out_dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # [T, H] float32, [T, H]
+        """x + delta, and its ``rms_norm``."""
+        ...
+
+    def split_heads(
+        self,
+        qkv: torch.Tensor,  # [T, N + 2 NKV, D] act, contiguous
+        num_heads: int,  # N
+        norms: tuple[torch.Tensor, torch.Tensor] | None,  # [D] each: per head of q and of k
+        eps: float,
+        turn: tuple[torch.Tensor, torch.Tensor] | None,  # cos, sin as in ``rope``
+        interleaved: bool,
+        place: torch.Tensor,  # [T] int64
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+    ) -> torch.Tensor:  # [T, N, D] act
+        """Norm of each head, rope, ``write_kv`` of k and v; returns q."""
+        ...

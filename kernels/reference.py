@@ -22,13 +22,14 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
+from .composed import ComposedOps
 from .formats import ExpertLayout
 
 BLOCK_ROWS = 8  # rows of one matrix product: a compromise between decode (1) and prefill (many)
 SLICE_BYTES = 1 << 20  # widened weights at a time: stays in a core's second-level cache
 
 
-class TorchOps:
+class TorchOps(ComposedOps):
     """``kernels.ops.Ops`` on the CPU; see there for shapes and rounding points."""
 
     name = "torch"

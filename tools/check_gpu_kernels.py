@@ -21,6 +21,7 @@ from itertools import product
 import torch
 
 from ftd.kernels.formats import FORMATS, ExpertLayout, expert_layout
+from ftd.kernels.ops import Ops
 from ftd.kernels.reference import TorchOps
 from ftd.kernels.triton.moe_decode import Tuning, moe_decode
 from ftd.kernels.triton.ops import CudaOps
@@ -227,6 +228,31 @@ def check_rows() -> None:
                 lambda x, c, s, i=interleaved: reference.rope(x.clone(), c, s, i),
                 [(torch.randn(T, 32, 128).to(act), torch.rand(T, 64), torch.rand(T, 64))],
             )
+        pages = torch.zeros(2, 16, 16, 4, 128).to(act)
+        norms = torch.randn(128), torch.randn(128)
+        place = torch.randperm(256)[:T]
+
+        def split(ops: Ops, qkv: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+            """q, then the pages: q and what was written, as one tensor."""
+            q_norm, k_norm, cos, sin, place, k, v = rest
+            q = ops.split_heads(qkv, 32, (q_norm, k_norm), 1e-6, (cos, sin), False, place, k, v)
+            return torch.cat([q.flatten(), k.flatten(), v.flatten()])
+
+        turn = torch.rand(T, 64), torch.rand(T, 64)
+        run_both(
+            f"split_heads {act} {T}",
+            act,
+            lambda *a: split(ops, *a),
+            lambda *a: split(reference, *a),
+            [(torch.randn(T, 40, 128).to(act), *norms, *turn, place, *pages) for _ in range(2)],
+        )
+        run_both(
+            f"route {T}",
+            F32,
+            lambda x: torch.cat(ops.route(x, 8, True), dim=1),
+            lambda x: torch.cat(reference.route(x, 8, True), dim=1),
+            [(torch.randn(T, 128) * 3,) for _ in range(2)],
+        )
         run_both(
             f"silu_mul {act} {T}",
             act,

@@ -39,11 +39,16 @@ class Decoder:
     ) -> torch.Tensor:
         run = Pass(step, kv, experts, observer)
         x = self.embedding(step.ids)  # [T, H] float32
+        normed = self.layers[0].mixer_norm(x)
         for index, layer in enumerate(self.layers):
             if observer:
                 observer.hidden(index, x)
-            x = x + layer.mixer(layer.mixer_norm(x), run)
-            x = x + layer.mlp(layer.mlp_norm(x), run)
+            x, normed = layer.mlp_norm.after(x, layer.mixer(normed, run))
+            delta = layer.mlp(normed, run)
+            if index + 1 < len(self.layers):
+                x, normed = self.layers[index + 1].mixer_norm.after(x, delta)
+            else:
+                x = x + delta
         x = self.norm(x[step.logit_rows])  # [R, H] act
         if observer:
             observer.hidden(len(self.layers), x)

@@ -62,6 +62,12 @@ class RmsNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.ops.rms_norm(x, self.weight, self.eps, self.out_dtype)
 
+    def after(
+        self, x: torch.Tensor, delta: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # [T, H] float32 and act
+        """The residual stream with ``delta`` added, and its norm."""
+        return self.ops.add_rms_norm(x, delta, self.weight, self.eps, self.out_dtype)
+
 
 @dataclass(slots=True, eq=False)
 class Embedding:
@@ -81,24 +87,24 @@ class Attention:
     qkv: Linear  # rows of all q heads, then k, then v
     out: Linear
     rotary: Rotary | None
-    q_norm: RmsNorm | None = None
+    q_norm: RmsNorm | None = None  # and k_norm: both or none
     k_norm: RmsNorm | None = None
 
     def __call__(self, x: torch.Tensor, run: Pass) -> torch.Tensor:
         spec, step = self.spec, run.step
-        heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-        qkv = self.qkv(x).view(-1, sum(heads), spec.head_dim)
-        q, k, v = (part.contiguous() for part in qkv.split(heads, dim=1))  # copies if T > 1
-        if self.q_norm:
-            q = self.q_norm(q)
-        if self.k_norm:
-            k = self.k_norm(k)
-        if self.rotary:
-            cos, sin = run.turn(self.rotary)
-            self.ops.rope(q, cos, sin, self.rotary.spec.interleaved)
-            self.ops.rope(k, cos, sin, self.rotary.spec.interleaved)
+        heads = spec.num_heads + 2 * spec.num_kv_heads
         k_pages, v_pages = run.kv.k[self.layer], run.kv.v[self.layer]
-        self.ops.write_kv(k, v, step.place, k_pages, v_pages)
+        q = self.ops.split_heads(
+            self.qkv(x).view(-1, heads, spec.head_dim),
+            spec.num_heads,
+            (self.q_norm.weight, self.k_norm.weight) if self.q_norm and self.k_norm else None,
+            self.q_norm.eps if self.q_norm else 0.0,
+            run.turn(self.rotary) if self.rotary else None,
+            bool(self.rotary and self.rotary.spec.interleaved),
+            step.place,
+            k_pages,
+            v_pages,
+        )
         attended = self.ops.attention(
             q,
             k_pages,
@@ -134,26 +140,9 @@ class SparseMlp:
     router: Linear  # float32 out: rounding logits to act would only make ties
 
     def __call__(self, x: torch.Tensor, run: Pass) -> torch.Tensor:
-        ids, weights = softmax_top_k(
+        ids, weights = self.router.ops.route(
             self.router(x), self.spec.experts_per_token, self.spec.normalise_topk
         )
         if run.observer:
             run.observer.routed(self.layer, ids, weights)
         return run.experts.forward(self.layer, x, ids, weights)
-
-
-def softmax_top_k(
-    logits: torch.Tensor,  # [T, E] float32
-    k: int,
-    normalise: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # [T, K] int32, [T, K] float32
-    """The k most probable experts, best first, the lower id first among equals.
-
-    Weights are their probabilities among all experts, or with ``normalise`` among the chosen.
-    A stable sort, as top-k promises no order among equals.
-    """
-    ordered, ids = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
-    weights = ordered[:, :k].contiguous()
-    if normalise:
-        weights /= weights.sum(-1, keepdim=True)
-    return ids[:, :k].to(torch.int32), weights

@@ -234,3 +234,35 @@ class TestRows:
     def test_silu_mul(self, act):
         gate, up = torch.randn(2, 3, 700).to(act)
         assert_near(ops.silu_mul(gate, up), reference.silu_mul(gate, up), act)
+
+    @pytest.mark.parametrize("act", ACT, ids=str)
+    @pytest.mark.parametrize("normed", [False, True])
+    @pytest.mark.parametrize(("half", "interleaved"), [(0, False), (4, True), (12, False)])
+    def test_split_heads(self, half, interleaved, normed, act):
+        T, N, NKV, D = 3, 4, 2, 24
+        qkv = torch.randn(T, N + 2 * NKV, D).to(act)
+        norms = (torch.randn(D), torch.randn(D)) if normed else None
+        turn = (torch.rand(T, half), torch.rand(T, half)) if half else None
+        place = torch.tensor([9, 39, 0])
+        pages = torch.zeros(2, 2, 5, 8, NKV, D).to(act)
+        arguments = (qkv, N, norms, 1e-6, turn, interleaved, place)
+        mine = ops.split_heads(*arguments, *pages[0])
+        assert_near(mine, reference.split_heads(*arguments, *pages[1]), act)
+        assert_near(pages[0], pages[1], act)
+        place[1] = -1
+        pages[0, :, 4] = 0
+        ops.split_heads(*arguments, *pages[0])
+        assert not pages[0, :, 4].any()
+
+    @pytest.mark.parametrize("normalise", [False, True])
+    @pytest.mark.parametrize(("E", "k"), [(60, 10), (16, 1), (5, 5)], ids=str)
+    def test_route(self, E, k, normalise):
+        logits = torch.randn(4, E)
+        logits[1] = 0.0  # all equal
+        logits[2, [1, 4]] = 9.0
+        (ids, weights), (want_ids, want) = (o.route(logits, k, normalise) for o in (ops, reference))
+        assert torch.equal(ids, want_ids)
+        torch.testing.assert_close(weights, want)
+        logits[3] = float("nan")
+        ids, _ = ops.route(logits, k, normalise)
+        assert ((ids >= 0) & (ids < E)).all()
