@@ -19,6 +19,14 @@ from .driver import available, call, driver, tensor_at
 CHUNK_BYTES = 32 * MiB  # 7 GiB in 9 ms on the H200 machine; by 2 MiB, the granularity, in 280
 
 
+_mapped_bytes: dict[int, int] = {}  # by device: what ranges of this process hold
+
+
+def held_bytes(device: torch.device) -> int:
+    """GPU memory that comes free when the model that this process has loaded goes."""
+    return _mapped_bytes.get(device.index or 0, 0) + torch.cuda.memory_reserved(device)
+
+
 def round_up(num_bytes: int, unit: int = CHUNK_BYTES) -> int:
     return -(-num_bytes // unit) * unit
 
@@ -78,6 +86,7 @@ class DeviceMemory:
             raise _exhausted(self.chunk_bytes, self.device)
         if int(code) != 0:
             raise EngineFailed(f"cuMemCreate failed: {code.name}")
+        self._count(self.chunk_bytes)
         return handle
 
     def give(self, handle: object) -> None:
@@ -88,6 +97,11 @@ class DeviceMemory:
         cu = driver()
         while self._spare:
             call(cu.cuMemRelease, self._spare.pop())
+            self._count(-self.chunk_bytes)
+
+    def _count(self, num_bytes: int) -> None:
+        index = self.device.index or 0
+        _mapped_bytes[index] = _mapped_bytes.get(index, 0) + num_bytes
 
     def allow(self, address: int, num_bytes: int) -> None:
         call(driver().cuMemSetAccess, address, num_bytes, [self._access], 1)

@@ -69,6 +69,12 @@ class CudaRunner:
         progress(len(BATCHES), len(BATCHES))
         self._warm_prompts()
 
+    def close(self) -> None:
+        """Let the graphs and their memory go; nothing may run any more."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._graphs.clear()
+
     def _warm_prompts(self) -> None:
         """Run prompts of each size for which kernels are compiled; nobody's keys are touched."""
         page_tokens = self._kv.page_tokens
@@ -101,6 +107,8 @@ class CudaRunner:
     def run(
         self, spans: Sequence[Span], sampling: Sequence[SamplingState | None], experts: Experts
     ) -> StepResult:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # the engine thread's; costs nothing if it is
         batch = batch_for(len(spans))
         decode = all(span.count == 1 and s is not None for span, s in zip(spans, sampling))
         if decode and batch in self._graphs:

@@ -10,7 +10,7 @@ import itertools
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
@@ -21,7 +21,7 @@ from ftd.checkpoint.load import load_weights
 from ftd.config import Config
 from ftd.cuda.device import choose_gpu
 from ftd.cuda.kv import CudaKvCache
-from ftd.cuda.memory import DeviceMemory
+from ftd.cuda.memory import DeviceMemory, held_bytes
 from ftd.cuda.pinned import register
 from ftd.cuda.residency import CudaExperts
 from ftd.engine.api import EngineLimits
@@ -74,8 +74,14 @@ class LoadedEngine:
     kernels: str  # what computes: an instruction set, or "torch"
 
 
-def prepare(path: Path, config: Config, machine: Machine | None = None) -> Prepared:
+def prepare(
+    path: Path, config: Config, machine: Machine | None = None, *, replacing: bool = False
+) -> Prepared:
     """Read headers and plan the memory.
+
+    Args:
+        machine: as it will be; None: as it is now.
+        replacing: what this process holds of the GPU will have been given back.
 
     Raises:
         CheckpointError, UnsupportedModel: the files cannot be served.
@@ -90,7 +96,11 @@ def prepare(path: Path, config: Config, machine: Machine | None = None) -> Prepa
     verdict = choose_gpu(config.device)
     if verdict.gpu is None and config.device == "auto":
         log.info("device.cpu", reason=verdict.reason)
-    plan = plan_memory(spec, layout, dense, config, machine, verdict.gpu)
+    gpu = verdict.gpu
+    if gpu and replacing:
+        held = held_bytes(torch.device("cuda", gpu.index))
+        gpu = replace(gpu, free_bytes=gpu.free_bytes + held)
+    plan = plan_memory(spec, layout, dense, config, machine, gpu)
     return Prepared(checkpoint, architecture, spec, layout, machine, plan)
 
 
@@ -266,6 +276,7 @@ def _on_gpu(
     most_pages = -(-plan.context_tokens // plan.page_tokens)
     capture = registration.pinned or all_resident
     runner = CudaRunner(model, kv, experts, device, most_pages, plan.prefill_chunk, capture=capture)
+    undo.callback(runner.close)
     runner.warm_up(lambda done, total: log.info("graphs.captured", done=done, total=total))
     ready_s = time.monotonic()
     free, total = torch.cuda.mem_get_info(device)

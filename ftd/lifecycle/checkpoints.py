@@ -38,7 +38,8 @@ class Checkpoints:
         if old is None:
             prepared = prepare(source.path, config, machine)
         else:
-            prepared = prepare(source.path, config, _with(machine, available_after, old))
+            after = _with(machine, available_after, old)
+            prepared = prepare(source.path, config, after, replacing=True)
             beside = _prepare_beside(source.path, config, _with(machine, available_beside, old))
         fits = fits_beside(_capacity(beside.plan) if beside else None, _capacity(prepared.plan))
         chosen = beside if beside and fits else prepared
@@ -66,6 +67,8 @@ class Checkpoints:
             resident_bytes=plan.dense_bytes + plan.pool_bytes,
             growth_bytes=plan.kv_bytes + plan.slots_bytes + plan.workspace_bytes,
         )
+        if plan.vram:  # of host memory only the pool: the rest lies on the GPU
+            footprint = Footprint(resident_bytes=plan.pool_bytes, growth_bytes=0)
         return Loaded(loaded.handle, footprint)
 
 
