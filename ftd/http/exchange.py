@@ -7,6 +7,7 @@ status. A client that leaves cancels the handler, which leaves the generation, w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -105,6 +106,8 @@ class FrontEnd:
             NotReady: none came in time, or none is on its way.
             QueueFull: too many wait already.
         """
+        with contextlib.suppress(NotReady):
+            return self.lifecycle.current()
         if self.held >= self.config.max_waiting:
             raise QueueFull(
                 f"{self.held} requests wait for the model, {self.config.max_waiting} is the most",

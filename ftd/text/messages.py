@@ -7,7 +7,9 @@ step by step (``rewrites``) and only refused when nothing helps.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
 import orjson
@@ -17,6 +19,7 @@ from ftd.errors import RequestInvalid
 MAX_MESSAGES = 20_000
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+_NINE = re.compile("[A-Za-z0-9]{9}")
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 Message = dict[str, Any]
@@ -46,18 +49,21 @@ def rewrites(messages: Sequence[Message]) -> Iterator[list[Message]]:
     """Forms of the same conversation, each asking less of a template, to try until one is taken.
 
     1. As given: system messages stay where they are, as the prefix cache wants them.
-    2. One system message at the start; later ones become user messages in their place; messages of
+    2. Ids of calls have nine letters and digits (Mistral's templates insist), and an assistant's
+       message has calls with thinking or with content, not both (gpt-oss's template).
+    3. One system message at the start; later ones become user messages in their place; messages of
        user or assistant that follow one of the same role are joined to it with an empty line.
        Arguments of a tool call that are no object become one that holds them.
-    3. The system message is put before the first user message, for templates without that role.
+    4. The system message is put before the first user message, for templates without that role.
     """
-    yield list(messages)
-    second = [_with_object_arguments(m) for m in _joined(_late_system_as_user(messages))]
-    if second != messages:
-        yield second
-    third = _system_in_user(second)
-    if third != second:
-        yield third
+    given = list(messages)
+    strict = [_strict_calls(m) for m in given]
+    joined = [_with_object_arguments(m) for m in _joined(_late_system_as_user(strict))]
+    last = None
+    for form in (given, strict, joined, _system_in_user(joined)):
+        if form != last:
+            yield form
+        last = form
 
 
 def _message(message: Any, where: str, index: int) -> Message:
@@ -169,6 +175,23 @@ def _part_text(part: Any, where: str) -> str:
     if text is not None and not isinstance(text, str):
         raise RequestInvalid(f"{where}.text must be a string", param=f"{where}.text")
     return text or ""
+
+
+def _strict_calls(message: Message) -> Message:
+    if call_id := message.get("tool_call_id"):
+        return {**message, "tool_call_id": _nine_characters(call_id)}
+    if "tool_calls" not in message:
+        return message
+    calls = [{**call, "id": _nine_characters(call["id"])} for call in message["tool_calls"]]
+    message = {**message, "tool_calls": calls}
+    if "reasoning_content" in message and message["content"]:
+        thoughts = _paragraphs(message["reasoning_content"], message["content"])
+        message |= {"reasoning_content": thoughts, "content": ""}
+    return message
+
+
+def _nine_characters(call_id: str) -> str:
+    return call_id if _NINE.fullmatch(call_id) else sha256(call_id.encode()).hexdigest()[:9]
 
 
 def _late_system_as_user(messages: Sequence[Message]) -> list[Message]:

@@ -32,6 +32,8 @@ MAX_CHARS = 64 * 2**20  # of the text, and of anything the template builds by re
 MAX_POWER_BITS = 4096
 _LOOKS_EVERY = 64  # loop rounds between two looks at the clock, which costs a system call
 
+_THINKING_NAMES = ("reasoning_content", "reasoning", "thinking")  # of a message, most usual first
+
 Message = Mapping[str, Any]
 
 
@@ -182,6 +184,10 @@ class ChatTemplate:
                 f"{where}: the chat template does not compile{line}: {error}",
                 hint="fetch the file again, or repair it",
             ) from error
+        self._thinking_name = next(
+            (name for name in _THINKING_NAMES if re.search(rf"""(\.|["']){name}\b""", source)),
+            _THINKING_NAMES[0],
+        )
         self._variables = dict(variables or {})
         self._cpu_limit_s = CPU_LIMIT_S if cpu_limit_s is None else cpu_limit_s
 
@@ -209,6 +215,7 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
+        messages = [self._in_its_names(message) for message in messages]
         _meter.start(self._cpu_limit_s)
         try:
             return self._run(messages, arguments)
@@ -221,6 +228,14 @@ class ChatTemplate:
                 f"{_reason(error)}",
                 param=f"messages[{index}]",
             ) from error
+
+    def _in_its_names(self, message: Message) -> Message:
+        """``reasoning_content`` under the name this template reads it by."""
+        if "reasoning_content" not in message or self._thinking_name == "reasoning_content":
+            return message
+        message = dict(message)
+        message[self._thinking_name] = message.pop("reasoning_content")
+        return message
 
     def _run(self, messages: Sequence[Message], arguments: Mapping[str, Any]) -> str:
         pieces: list[str] = []

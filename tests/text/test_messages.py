@@ -141,8 +141,8 @@ def test_only_a_system_message_becomes_the_users():
 
 
 def test_tool_results_and_calls_are_never_joined():
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
-    tool = {"role": "tool", "content": "r", "tool_call_id": "1"}
+    call = {"id": "123456789", "type": "function", "function": {"name": "f", "arguments": {}}}
+    tool = {"role": "tool", "content": "r", "tool_call_id": "123456789"}
     chat = [user("a"), assistant("x", tool_calls=[call]), tool, tool, assistant("y")]
     assert list(rewrites(chat)) == [chat]
 
@@ -151,3 +151,22 @@ def test_arguments_that_are_text_become_an_object_if_the_template_insists():
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a'}}
     last = list(rewrites([user("a"), assistant("", tool_calls=[call])]))[-1]
     assert last[1]["tool_calls"][0]["function"]["arguments"] == {"arguments": '{"a'}
+
+
+def test_ids_of_calls_become_short_and_stay_the_same_on_both_sides():
+    """Mistral's templates refuse ids that are not nine letters and digits."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {}}}
+    chat = [user("a"), assistant("", tool_calls=[call]), {**user("r"), "role": "tool"}]
+    chat[2]["tool_call_id"] = "call_1"
+    strict = list(rewrites(chat))[1]
+    short = strict[1]["tool_calls"][0]["id"]
+    assert len(short) == 9
+    assert short.isalnum()
+    assert strict[2]["tool_call_id"] == short
+
+
+def test_thinking_and_content_before_a_call_are_one_where_a_template_insists():
+    call = {"id": "123456789", "type": "function", "function": {"name": "f", "arguments": {}}}
+    chat = [user("a"), assistant("b", tool_calls=[call], reasoning_content="why")]
+    strict = list(rewrites(chat))[1]
+    assert (strict[1]["reasoning_content"], strict[1]["content"]) == ("why\n\nb", "")

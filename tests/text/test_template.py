@@ -134,3 +134,13 @@ def test_the_sandbox_keeps_messages_as_they_are():
         ChatTemplate("{{ messages.append(1) }}").render([USER])
     with pytest.raises(TemplateRefused, match="may not hold the name"):
         ChatTemplate("{% set n = namespace(__class__=1) %}").render([USER])
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ m.thinking }}", "{{ m['reasoning'] }}", "{{ m.reasoning_content }}", "{{ 1 }}"]
+)
+def test_thinking_is_given_under_the_name_the_template_reads(source: str):
+    template = ChatTemplate(f"{{% for m in messages %}}{source}{{% endfor %}}")
+    chat = [{"role": "assistant", "content": "", "reasoning_content": "why"}]
+    assert template.render(chat) == ("1" if "1" in source else "why")
+    assert chat[0]["reasoning_content"] == "why"
