@@ -85,8 +85,10 @@ class TestMoe:
     E = 6
 
     @pytest.mark.parametrize("act", ACT, ids=str)
-    @pytest.mark.parametrize("stored", ["bf16", "f16", "f32"])
-    @pytest.mark.parametrize("T", [1, 3, 8, 21])
+    @pytest.mark.parametrize(
+        ("stored", "T"),
+        [("bf16", 1), ("bf16", 5), ("bf16", 21), ("f16", 2), ("f32", 2), ("f16", 9)],
+    )
     def test_matches_the_reference(self, T, stored, act):
         records = Records(expert_layout(FORMATS[stored], 48, 40), self.E)
         x, ids, weights = self.routed(T, 3, act, 48)
