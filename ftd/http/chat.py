@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from ftd.errors import FtdError, RequestInvalid
 from ftd.text.answer import Piece
-from ftd.text.conversation import Conversation, Thinking, Tool
+from ftd.text.conversation import Conversation, Demand, Thinking, Tool
 from ftd.text.events import Block, Blocks, Step, blocks_of
 from ftd.text.messages import normalise
 
@@ -28,7 +29,16 @@ from .generation import Job, Usage
 from .ids import call_id
 from .logprobs import chat_logprobs
 from .stream import DONE, event
-from .turn import MAX_TOOLS, default_thinking, read_effort, told, tool_named, turn_job
+from .turn import (
+    MAX_TOOLS,
+    default_thinking,
+    demand_of,
+    read_effort,
+    read_schema,
+    told,
+    tool_named,
+    turn_job,
+)
 
 _TEMPLATE_OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
@@ -43,11 +53,13 @@ def read_chat(fields: Fields, asked: Asked) -> Chat:
         fields.whole("max_tokens", 1, MAX_TOKENS),
     )
     fields.text("model")  # any name is served: agents ask for names they know
+    tools = _read_tools(fields)
     conversation = Conversation(
         normalise(fields.raw("messages")),
-        told(_read_tools(fields), fields.raw("tool_choice")),
+        told(tools, fields.raw("tool_choice")),
         default_thinking(asked, _read_thinking(fields)),
         _read_variables(fields),
+        _read_demand(fields, tools),
     )
     job = turn_job(
         asked,
@@ -66,18 +78,6 @@ def read_chat(fields: Fields, asked: Asked) -> Chat:
 
 def _refuse_what_cannot_be_kept(fields: Fields) -> None:
     """Fields that promise something about the answer: silence would break the promise."""
-    response_format = fields.object("response_format")
-    if response_format.get("type", "text") != "text":
-        raise RequestInvalid(
-            "response_format asks for a form this server does not enforce",
-            param="response_format",
-            hint="ask for the form in the prompt and use type text",
-        )
-    choice = fields.raw("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise RequestInvalid(
-            "tool_choice may be auto or none: a call is not forced", param="tool_choice"
-        )
     for name, instead in (("functions", "tools"), ("function_call", "tool_choice")):
         if fields.raw(name):
             raise RequestInvalid(f"{name} is the old form", param=name, hint=f"use {instead}")
@@ -85,6 +85,38 @@ def _refuse_what_cannot_be_kept(fields: Fields) -> None:
         raise RequestInvalid("audio is not made: this model has no voice", param="audio")
     if "audio" in fields.list("modalities", 8):
         raise RequestInvalid("modalities may be text only", param="modalities")
+
+
+def _read_demand(fields: Fields, tools: list[Tool]) -> Demand:
+    form = fields.object("response_format")
+    if form.get("type") == "json_schema":
+        inner = form.get("json_schema")
+        form = {"type": "json_schema", **(inner if isinstance(inner, dict) else {})}
+    asks = partial(
+        demand_of,
+        tools,
+        schema=read_schema(form, "response_format"),
+        schema_param="response_format",
+    )
+    match fields.raw("tool_choice"):
+        case None | "auto" | "none":
+            return asks()
+        case "required":
+            return asks(must_call=True)
+        case {"type": "function", "function": {"name": name}}:
+            return asks(names=[name], must_call=True)
+        case {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*entries]}}:
+            names = [_function_name(entry) for entry in entries]
+            return asks(names=names, must_call=mode == "required")
+    raise RequestInvalid(
+        "tool_choice must be auto, none, required, a function or allowed_tools",
+        param="tool_choice",
+    )
+
+
+def _function_name(entry: Any) -> Any:
+    function = entry.get("function") if isinstance(entry, dict) else None
+    return function.get("name") if isinstance(function, dict) else None
 
 
 def _read_logprobs(fields: Fields) -> int | None:

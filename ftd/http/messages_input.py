@@ -7,15 +7,24 @@ the text between two of them another. Whatever only Anthropic's servers can run 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from ftd.errors import RequestInvalid
-from ftd.text.conversation import Conversation, Thinking, Tool, announcement
+from ftd.text.conversation import Conversation, Demand, Thinking, Tool, announcement
 from ftd.text.messages import MAX_MESSAGES, Message
 
 from .exchange import Asked
 from .fields import Fields
-from .turn import MAX_TOOLS, default_thinking, read_effort, told, tool_named
+from .turn import (
+    MAX_TOOLS,
+    default_thinking,
+    demand_of,
+    read_effort,
+    read_schema,
+    told,
+    tool_named,
+)
 
 _BILLING_LINE = "x-anthropic-billing-header:"  # Claude Code's first system block; it changes
 _TOOL_TYPES = (None, "custom")  # tools of other types run on Anthropic's servers
@@ -27,17 +36,17 @@ _MEDIA_BLOCKS = frozenset({"image", "audio", "video"})
 
 def read_conversation(fields: Fields, asked: Asked) -> Conversation:
     """Raises RequestInvalid, naming the message and the block."""
-    tools = _read_tools(fields)
-    choice = _read_choice(fields)
-    messages = _Messages(tools)
+    messages = _Messages(_read_tools(fields))
     if system := _system_text(fields.raw("system"), keep_all=not asked.config.drop_billing_line):
         messages.out.append({"role": "system", "content": system})
     messages.read(fields.raw("messages"))
+    tools = list(messages.tools.values())
     thinking = _read_thinking(fields, messages.effort)
     return Conversation(
         messages.out,
-        told(list(messages.tools.values()), choice),
+        told(tools, fields.object("tool_choice").get("type")),
         default_thinking(asked, thinking, unsaid=False),
+        demand=_read_demand(fields, tools),
     )
 
 
@@ -64,13 +73,23 @@ def _read_tool(entry: Any, where: str, *, deferred: bool = False) -> Tool | None
     )
 
 
-def _read_choice(fields: Fields) -> str:
-    choice = fields.object("tool_choice").get("type", "auto")
-    if choice not in ("auto", "none"):
-        raise RequestInvalid(
-            "tool_choice may be of type auto or none: a call is not forced", param="tool_choice"
-        )
-    return str(choice)
+def _read_demand(fields: Fields, tools: list[Tool]) -> Demand:
+    form = fields.object("output_config").get("format")
+    schema = read_schema(form, "output_config")
+    asks = partial(demand_of, tools, schema=schema, schema_param="output_config")
+    match fields.object("tool_choice"):
+        case {"type": "auto" | "none"}:
+            return asks()
+        case {"type": "any"}:
+            return asks(must_call=True)
+        case {"type": "tool", "name": name}:
+            return asks(names=[name], must_call=True)
+        case choice if choice:
+            raise RequestInvalid(
+                "tool_choice must be of type auto, none, any, or tool with a name",
+                param="tool_choice",
+            )
+    return asks()
 
 
 def one_call(fields: Fields) -> bool:
@@ -80,12 +99,6 @@ def one_call(fields: Fields) -> bool:
 def _read_thinking(fields: Fields, effort_of_messages: str | None) -> Thinking:
     """Unasked, this API does not think."""
     config = fields.object("output_config")
-    if config.get("format") is not None:
-        raise RequestInvalid(
-            "output_config asks for a form this server does not enforce",
-            param="output_config",
-            hint="ask for the form in the prompt",
-        )
     said = fields.object("thinking")
     kind, budget = said.get("type"), said.get("budget_tokens")
     if not said:

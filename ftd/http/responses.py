@@ -54,13 +54,6 @@ def count_responses(fields: Fields, asked: Asked) -> dict[str, Any]:
 
 def _refuse_what_cannot_be_kept(fields: Fields) -> None:
     """Fields that promise something about the answer: silence would break the promise."""
-    form = fields.object("text").get("format")
-    if isinstance(form, dict) and form.get("type", "text") != "text":
-        raise RequestInvalid(
-            "text.format asks for a form this server does not enforce",
-            param="text",
-            hint="ask for the form in the prompt and use type text",
-        )
     if fields.flag("background"):
         raise RequestInvalid(
             "background is not offered: work ends when the client leaves",

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ftd.errors import RequestInvalid
-from ftd.text.conversation import Conversation, Thinking, announcement
+from ftd.text.conversation import Conversation, Demand, Thinking, Tool, announcement
 from ftd.text.messages import MAX_MESSAGES, Message, arguments_value, content_text
 
 from .exchange import Asked
@@ -24,7 +25,15 @@ from .responses_tools import (
     free_form_arguments,
     read_tools,
 )
-from .turn import MAX_TOOLS, default_thinking, read_effort, told, tool_named
+from .turn import (
+    MAX_TOOLS,
+    default_thinking,
+    demand_of,
+    read_effort,
+    read_schema,
+    told,
+    tool_named,
+)
 
 _HOSTED_ITEMS = frozenset(  # traces of tools that run on OpenAI's servers, and its own marks
     {
@@ -65,10 +74,12 @@ def read_input(fields: Fields, asked: Asked) -> Input:
     if not reader.out:
         raise RequestInvalid("input must hold at least one message", param="input")
     effort = read_effort(fields.object("reasoning").get("effort"), "reasoning.effort")
+    tools = [known.tool for known in reader.tools.values()]
     conversation = Conversation(
         reader.out,
-        told([known.tool for known in reader.tools.values()], _read_choice(fields)),
+        told(tools, fields.raw("tool_choice")),
         default_thinking(asked, Thinking(effort=reader.effort or effort)),
+        demand=_read_demand(fields, tools),
     )
     return Input(conversation, items, reader.tools)
 
@@ -90,13 +101,27 @@ def _read_items(fields: Fields, asked: Asked) -> list[Item]:
     return items
 
 
-def _read_choice(fields: Fields) -> str:
-    choice = fields.raw("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise RequestInvalid(
-            "tool_choice may be auto or none: a call is not forced", param="tool_choice"
-        )
-    return choice or "auto"
+def _read_demand(fields: Fields, tools: list[Tool]) -> Demand:
+    schema = read_schema(fields.object("text").get("format"), "text")
+    asks = partial(demand_of, tools, schema=schema, schema_param="text")
+    match fields.raw("tool_choice"):
+        case None | "auto" | "none":
+            return asks()
+        case "required":
+            return asks(must_call=True)
+        case {"type": "function" | "custom", "name": str(name), **rest}:
+            return asks(names=[flat_name(name, rest.get("namespace"))], must_call=True)
+        case {"type": "allowed_tools", "mode": mode, "tools": [*entries]}:
+            return asks(names=map(_chosen_name, entries), must_call=mode == "required")
+    raise RequestInvalid(
+        "tool_choice must be auto, none, required, a function or custom tool, or allowed_tools",
+        param="tool_choice",
+    )
+
+
+def _chosen_name(entry: Any) -> Any:
+    entry = entry if isinstance(entry, dict) else {}
+    return flat_name(str(entry.get("name")), entry.get("namespace"))
 
 
 class _Items:

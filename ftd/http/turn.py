@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ftd.engine.api import Sampling
 from ftd.errors import RequestInvalid
 from ftd.text.answer import Reading
-from ftd.text.conversation import EFFORTS, Conversation, Thinking, Tool
+from ftd.text.conversation import EFFORTS, Conversation, Demand, Thinking, Tool
 from ftd.text.stops import StopSet
 
 from .exchange import Asked
@@ -44,6 +44,7 @@ def turn_job(
     Raises:
         RequestInvalid, ContextExceeded: the template refuses, or the prompt is too long.
     """
+    _refuse_unkept(conversation.demand)
     prompt = prompt_of(asked, conversation)
     room_tokens(len(prompt.ids), asked.served.engine.limits)
     return Job(
@@ -83,6 +84,68 @@ def tool_named(name: Any, param: str) -> str:
             f"{param} must be a string of 1 to {MAX_NAME_CHARS} characters", param=param
         )
     return name
+
+
+def _refuse_unkept(demand: Demand) -> None:
+    """Demands promise something about the answer: silence would break the promise."""
+    if demand.schema is not None:
+        raise RequestInvalid(
+            f"{demand.schema_param} asks for JSON, which this server does not enforce",
+            param=demand.schema_param,
+            hint="ask for the form in the prompt",
+        )
+    if demand.must_call or demand.tools is not None:
+        raise RequestInvalid(
+            f"{demand.choice_param} may be auto or none: a call is not forced",
+            param=demand.choice_param,
+        )
+
+
+def read_schema(form: Any, param: str) -> Mapping[str, Any] | None:
+    """The JSON schema a form asks for; None for text.
+
+    Args:
+        form: ``{"type": "text" | "json_object" | "json_schema", "schema": ...}``.
+    """
+    if form is None:
+        return None
+    kind = form.get("type", "text") if isinstance(form, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {}
+    if kind != "json_schema" or not isinstance(form.get("schema"), dict):
+        raise RequestInvalid(
+            f"{param} must be of type text, json_object, or json_schema with a schema", param=param
+        )
+    return dict(form["schema"])
+
+
+def demand_of(
+    tools: Sequence[Tool],
+    *,
+    schema: Mapping[str, Any] | None = None,
+    schema_param: str = "",
+    names: Iterable[Any] | None = None,
+    must_call: bool = False,
+) -> Demand:
+    """A demand whose tools exist.
+
+    Args:
+        names: of the only tools that may be called, as the model knows them.
+    """
+    known = {tool.name for tool in tools}
+    chosen = None if names is None else list(names)
+    for name in chosen or ():
+        if name not in known:
+            raise RequestInvalid(
+                f"tool_choice names {name!r:.100}, which is not among the tools",
+                param="tool_choice",
+            )
+    if must_call and not known:
+        raise RequestInvalid("tool_choice wants a call and there are no tools", param="tool_choice")
+    allowed = None if chosen is None else frozenset(chosen)
+    return Demand(schema, schema_param, allowed, must_call, "tool_choice")
 
 
 def told(tools: Sequence[Tool], choice: Any) -> tuple[Tool, ...]:

@@ -82,11 +82,23 @@ class Thinking:
 
 
 @dataclass(frozen=True, slots=True)
+class Demand:
+    """What the client insists on; a model may or may not do it by itself."""
+
+    schema: Mapping[str, Any] | None = None  # the text is JSON of this schema; {}: any object
+    schema_param: str = ""  # the field that asked for it
+    tools: frozenset[str] | None = None  # only these may be called
+    must_call: bool = False  # one of them, or of all
+    choice_param: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Conversation:
     messages: Sequence[Message]  # from ``messages.normalise``
     tools: Sequence[Tool] = ()  # the model is told of those that are not deferred
     thinking: Thinking = Thinking()
     variables: Mapping[str, Any] = field(default_factory=dict)  # of the client; they win
+    demand: Demand = Demand()
 
     @property
     def declarations(self) -> list[Mapping[str, Any]] | None:

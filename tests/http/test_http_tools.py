@@ -167,3 +167,29 @@ async def test_an_unknown_dialect_is_refused_at_the_start(start_front):
 
     with pytest.raises(ConfigError, match="klingon"):
         await start_front(Config(tool_dialect="klingon"))
+
+
+NAMED = {"type": "function", "function": {"name": "write_file"}}
+OTHER = {"type": "function", "function": {"name": "no_such"}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "tools", "words"),
+    [
+        ("required", [WRITE], "not forced"),
+        (NAMED, [WRITE], "not forced"),
+        (OTHER, [WRITE], "no_such"),
+        ("required", [], "no tools"),
+        ("perhaps", [WRITE], "must be auto"),
+        ({"type": "function"}, [WRITE], "must be auto"),
+        (
+            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}},
+            [WRITE],
+            "not forced",
+        ),
+    ],
+)
+async def test_what_is_not_kept_is_refused(front, choice, tools, words):
+    status, body = await front.chat("hi", tools=tools, tool_choice=choice)
+    assert (status, body["error"]["param"]) == (400, "tool_choice")
+    assert words in body["error"]["message"]
