@@ -84,8 +84,8 @@ def background_allowance(
     """How many experts the idle link can bring beside a step like the last, and at which price.
 
     A background copy falls anywhere in the step: where it meets a read-through it delays it by the
-    whole copy, where it meets the CPU it takes DRAM rate away, elsewhere it is free. Half of the
-    idle time is left alone, since steps differ.
+    whole copy, where it meets the CPU it takes DRAM rate away, elsewhere it is free. A quarter of
+    the idle time is left alone, since steps differ.
 
     Args:
         link_busy_s, cpu_busy_s: how long each path worked during the step.
@@ -94,6 +94,6 @@ def background_allowance(
     if not rates.link_experts_per_s or step_s <= 0:
         return Allowance(0.0, 0.0)
     copy_s = 1 / rates.link_experts_per_s
-    fills = 0.5 * max(0.0, step_s - link_busy_s) / copy_s
+    fills = 0.75 * max(0.0, step_s - link_busy_s) / copy_s
     slowed_s = copy_s * (link_busy_s + (1 - rates.cpu_beside_link) * cpu_busy_s) / step_s
     return Allowance(fills, slowed_s / miss_s if miss_s > 0 else 0.0)

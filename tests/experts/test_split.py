@@ -1,8 +1,9 @@
-"""The division of misses: never more than there are, best by brute force, monotone where it should."""
+"""How misses are divided: never more than there are, best by brute force, monotone."""
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -68,7 +69,7 @@ def test_split_is_the_best_of_all_and_ties_go_to_the_link(r, m):
 def test_more_misses_never_take_less_time(r, m):
     table = fetch_table(r, m)
     times = [max(finish_s(r, f, count - f)) for count, f in enumerate(table)]
-    assert all(b >= a - 1e-15 for a, b in zip(times, times[1:]))
+    assert all(b >= a - 1e-15 for a, b in pairwise(times))
 
 
 @given(st.floats(100, 20_000), st.floats(1, 8), st.floats(100, 20_000), misses)
