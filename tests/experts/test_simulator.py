@@ -1,0 +1,144 @@
+"""The simulator where the answer is known, and the bar that the default policy must clear."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ftd.experts.machines import MACHINES
+from ftd.experts.simulator import (
+    CONTENDERS,
+    Default,
+    LeastRecent,
+    Timing,
+    compare,
+    simulate,
+    steps_of,
+    synthetic_routing,
+)
+
+HERE = Path(__file__).parent
+EXPERT_BYTES = 3 * 2048 * 768 * 2
+BUDGETS = (10, 37, 60, 90)
+
+
+def recorded() -> np.ndarray:
+    """[steps, 6, 32] bool: 1000 tokens of a trained model with 32 experts that writes code."""
+    return steps_of(np.load(HERE / "routing_code.npy"), 32, 1)
+
+
+def synthetic() -> np.ndarray:
+    return steps_of(synthetic_routing(500, 6, 64, 6), 64, 1)
+
+
+@pytest.fixture(scope="module")
+def workloads() -> dict[str, np.ndarray]:
+    return {"recorded": recorded(), "synthetic": synthetic()}
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("workload", ["recorded", "synthetic"])
+def test_default_policy_loses_to_neither_rival_on_any_machine(workloads, workload, budget):
+    used = workloads[workload]
+    slots = budget * used[0].size // 100
+    for machine in MACHINES.values():
+        speed = {
+            name: simulate(
+                used, name, machine, num_slots=slots, expert_bytes=EXPERT_BYTES
+            ).tokens_per_s
+            for name in ("default", "lru-fetch-all", "fixed-split")
+        }
+        assert speed["default"] >= max(speed.values()), (machine.name, speed)
+
+
+def test_no_policy_beats_the_oracle_by_its_misses(workloads):
+    for used in workloads.values():
+        outcomes = list(
+            compare(used, MACHINES["h200"], num_slots=used[0].size // 3, expert_bytes=EXPERT_BYTES)
+        )
+        bound = outcomes[-1]
+        assert [o.policy for o in outcomes] == list(CONTENDERS) and bound.policy == "oracle"
+        assert all(o.miss_share >= bound.miss_share for o in outcomes[:-1])
+
+
+def test_a_policy_that_never_admits_starves():
+    """The router moves on; the experts that were first in the slots do not."""
+    used = steps_of(synthetic_routing(600, 4, 64, 6, drift=0.06), 64, 1)
+    args = {"machine": MACHINES["pro-6000"], "num_slots": 96, "expert_bytes": EXPERT_BYTES}
+    still = simulate(used, "cpu-all", **args)
+    assert simulate(used, "default", **args).miss_share < 0.7 * still.miss_share
+
+
+@pytest.mark.parametrize("name", CONTENDERS)
+@pytest.mark.parametrize("slots", [0, 1, 100, 384])
+def test_any_number_of_slots_runs_and_is_never_exceeded(name, slots):
+    used = steps_of(synthetic_routing(60, 6, 64, 6), 64, 2)
+    rates = MACHINES["h200"].rates(EXPERT_BYTES)
+    contender = CONTENDERS[name](used, slots, rates)
+    for now in used:
+        served = contender.serve(now, Timing())
+        assert contender.resident.sum() <= slots
+        assert (served.on_link <= now.sum(1)).all()
+
+
+def test_without_slots_every_use_is_a_miss_and_bytes_say_so():
+    used = synthetic()
+    machine = MACHINES["4090"]
+    for name in ("default", "cpu-all"):
+        outcome = simulate(used, name, machine, num_slots=0, expert_bytes=EXPERT_BYTES)
+        total = outcome.link_bytes_per_token + outcome.cpu_bytes_per_token
+        assert outcome.miss_share == 1
+        assert total == pytest.approx(6 * 6 * EXPERT_BYTES)
+    assert outcome.link_bytes_per_token == 0
+
+
+def test_lru_keeps_the_most_recent():
+    """Six experts in turn through three slots: LRU never hits, through six always."""
+    turns = np.zeros((60, 1, 6), bool)
+    turns[np.arange(60), 0, np.arange(60) % 6] = True
+    machine, args = MACHINES["h200"], {"expert_bytes": EXPERT_BYTES}
+    assert simulate(turns, "lru-fetch-all", machine, num_slots=3, **args).miss_share == 1
+    assert simulate(turns, "lru-fetch-all", machine, num_slots=6, **args).miss_share == 0
+    assert simulate(turns, "oracle", machine, num_slots=3, **args).miss_share < 0.7
+
+
+def test_fixed_split_carries_its_halves_on():
+    used = np.ones((100, 1, 1), bool)
+    policy = LeastRecent(used, 0, 0.3)
+    assert sum(int(policy.serve(now, Timing()).on_link.sum()) for now in used) == 30
+
+
+def test_default_fills_free_slots_and_then_keeps_them_filled():
+    used = synthetic()
+    policy = Default(used, 200, MACHINES["h200"].rates(EXPERT_BYTES))
+    for now in used:
+        policy.serve(now, Timing(1e-2, 0, 0, 1e-4))
+    assert policy.resident.sum() >= 190
+
+
+def test_synthetic_routing_has_the_published_skew():
+    """Skew 1 and 37 % of the experts: a global LRU misses about 15 % of its reads."""
+    used = steps_of(synthetic_routing(1200, 12, 128, 8), 128, 1)
+    outcome = simulate(
+        used, "lru-fetch-all", MACHINES["h200"], num_slots=568, expert_bytes=EXPERT_BYTES
+    )
+    assert outcome.miss_share == pytest.approx(0.15, abs=0.02)
+
+
+def test_tool_prints_a_row_for_each_policy_and_draws_them(tmp_path, capsys):
+    spec = importlib.util.spec_from_file_location("simulate", HERE.parents[1] / "tools/simulate.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    svg = tmp_path / "speed.svg"
+    tool.main([
+        "--trace", str(HERE / "routing_code.npy"), "--experts", "32", "--tokens", "80",
+        "--machine", "h200", "4090", "--budget", "37", "--plot", str(svg),
+    ])  # fmt: skip
+    rows = [line for line in capsys.readouterr().out.splitlines() if "37 %" in line]
+    assert len(rows) == 2 * len(CONTENDERS)
+    assert svg.read_text().count("<rect") == len(rows)
+    with pytest.raises(SystemExit, match="the model has 8"):
+        tool.main(["--trace", str(HERE / "routing_code.npy"), "--experts", "8"])
