@@ -1,23 +1,23 @@
 """Every error a client, file or machine can cause.
 
-    FtdError                       code                    HTTP
-    ├── ConfigError                config_invalid          400   a flag, file key or variable
-    ├── AddressInUse               address_in_use          409   another process has the port or socket
-    ├── CheckpointError            checkpoint_invalid      422   a model directory that cannot be served
-    │   ├── ModelNotFound          model_not_found         404   no such directory, hub id or alias
-    │   └── UnsupportedModel       model_unsupported       422   a model_type or format we do not have
-    ├── BudgetExceeded             budget_exceeded         409   a plan that does not fit
-    ├── Busy                       busy                    409   one reload, drain or load at a time
-    ├── RequestInvalid             (see below)             400   one field of a request
-    │   ├── ContextExceeded        context_length_exceeded 400   prompt longer than context or pool
-    │   └── BodyTooLarge           request_too_large       413
-    ├── Unauthorized               invalid_api_key         401
-    ├── QueueFull                  rate_limit_exceeded     429   Retry-After
-    ├── NotReady                   model_not_ready         503   loading, draining, failed: Retry-After
-    ├── TimedOut                   timed_out               504   a command that waited long enough
-    ├── LoadFailed                 load_failed             500   a model that failed after every check
-    ├── RequestCancelled           request_cancelled       499   cancelled by an operator or a reload
-    └── EngineFailed               engine_failed           500   a step failed; the log has the cause
+  FtdError                       code                  HTTP
+  ├── ConfigError                config_invalid        400  a flag, file key or variable
+  ├── AddressInUse               address_in_use        409  another process has the port or socket
+  ├── CheckpointError            checkpoint_invalid    422  a model directory that cannot be served
+  │   ├── ModelNotFound          model_not_found       404  no such directory, hub id or alias
+  │   └── UnsupportedModel       model_unsupported     422  a model_type or format we do not have
+  ├── BudgetExceeded             budget_exceeded       409  a plan that does not fit
+  ├── Busy                       busy                  409  one reload, drain or load at a time
+  ├── RequestInvalid             (see below)           400  one field of a request
+  │   ├── ContextExceeded        context_length_exceeded 400   prompt longer than context or pool
+  │   └── BodyTooLarge           request_too_large       413
+  ├── Unauthorized               invalid_api_key         401
+  ├── QueueFull                  rate_limit_exceeded   429  Retry-After
+  ├── NotReady                   model_not_ready       503  loading, draining, failed: Retry-After
+  ├── TimedOut                   timed_out             504  a command that waited long enough
+  ├── LoadFailed                 load_failed           500  a model that failed after every check
+  ├── RequestCancelled           request_cancelled     499  cancelled by an operator or a reload
+  └── EngineFailed               engine_failed         500  a step failed; the log has the cause
 
 Our own mistakes are assertions, not errors of this tree.
 """
@@ -80,7 +80,7 @@ class RequestInvalid(FtdError):
 
 
 class ContextExceeded(RequestInvalid):
-    """``prompt_tokens`` do not fit into ``limit_tokens``; ``setting`` names what raises the limit."""
+    """``prompt_tokens`` do not fit into ``limit_tokens``; ``setting`` raises the limit."""
 
     code = "context_length_exceeded"
 

@@ -1,4 +1,4 @@
-"""How weights lie in memory, described once: loader, slots, CPU and GPU kernels and profiler read it.
+"""How weights lie in memory, described once: loader, slots, CPU and GPU kernels read it.
 
 An expert is one contiguous record, 4 KiB aligned: gate [I, H], up [I, H], down [H, I], row-major,
 bytes as published. A format is a row of ``FORMATS``; formats with scales add their offsets here.

@@ -1,7 +1,7 @@
 """The operations a model is composed of. One implementation per device, all with the same meaning.
 
 ``kernels.reference.TorchOps`` is the meaning itself, in plain torch; ``kernels.cpu.NativeOps`` runs
-the C++ kernels. Model code calls nothing else on tensors of the step except plain element-wise torch.
+the C++ kernels. Model code calls nothing else on tensors of the step but plain element-wise torch.
 
 Contract of every implementation in float32: the order in which a row's numbers are added does not
 depend on how many rows there are, on which pages its keys lie, or on where an expert's weights are.

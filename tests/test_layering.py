@@ -84,7 +84,10 @@ def test_the_control_client_starts_without_torch_and_aiohttp(module: str):
 
 
 def test_nothing_of_ours_is_importable_as_top_level_kernels(tmp_path: Path):
-    probe = "import importlib.util as u; print(u.find_spec('kernels'), u.find_spec('ftd.kernels.ops').name)"
+    probe = (
+        "from importlib.util import find_spec as find;"
+        "print(find('kernels'), find('ftd.kernels.ops').name)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", probe], cwd=tmp_path, capture_output=True, text=True, check=True
     )

@@ -44,7 +44,7 @@ class Piece:
         return self.begin + len(self.target)
 
 
-def load_weights(  # noqa: PLR0917
+def load_weights(
     checkpoint: Checkpoint,
     architecture: Architecture,
     spec: ModelSpec,
