@@ -21,7 +21,7 @@ MAX_NAME_CHARS = 256
 
 def prompt_of(asked: Asked, conversation: Conversation) -> Prompt:
     """Render and tokenize; what tokens are counted by is exactly what is generated from."""
-    text = asked.served.text.prompt(conversation)
+    text = asked.served.text.prompt(conversation, asked.tool_dialect)
     return Prompt(asked.served.text.encode(text), text)
 
 

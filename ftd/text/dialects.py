@@ -62,6 +62,15 @@ class Expression:
 
 
 @dataclass(frozen=True, slots=True)
+class History:
+    """What a family's template wants to find in messages of the past; see ``ftd.text.history``."""
+
+    text_arguments: bool = False  # it joins arguments to text, so they have to be text
+    numbered_ids: bool = False  # it writes ids, as functions.name:number
+    one_call: bool = False  # it writes only the first call of a message
+
+
+@dataclass(frozen=True, slots=True)
 class Dialect:
     """One family's way. Calls stand in a block; one block may hold several."""
 
@@ -75,6 +84,7 @@ class Dialect:
     bare: str = ""  # an answer that begins with one of these may be calls without a block's marker
     channels: bool = False  # harmony: everything is a message with a header
     others: tuple[str, ...] = ()  # further markers
+    history: History = History()
 
 
 _THINK = Think("<think>", "</think>")
@@ -114,6 +124,7 @@ _ROWS = (
         call=Head(_HARMONY, end=("<|message|>",), close="<|call|>"),
         channels=True,
         others=("<|channel|>", "<|end|>", "<|return|>", "<|constrain|>"),
+        history=History(one_call=True),
     ),
     Dialect(
         "gemma4",
@@ -145,6 +156,7 @@ _ROWS = (
         _DEEPSEEK_BLOCK,
         call=Head(r"\s*function<｜tool▁sep｜>(?P<name>\S+)\s*", end=("```json",), **_DEEPSEEK_CALL),
         others=("<｜tool▁sep｜>",),
+        history=History(text_arguments=True),
     ),
     Dialect(
         "deepseek_v31",
@@ -152,6 +164,7 @@ _ROWS = (
         _AFTER_NOTHING,
         _DEEPSEEK_BLOCK,
         call=Head(r"\s*(?P<name>\S+)\s*", end=("<｜tool▁sep｜>",), **_DEEPSEEK_CALL),
+        history=History(text_arguments=True),
     ),
     Dialect(
         "kimi_k2",
@@ -161,6 +174,7 @@ _ROWS = (
         call=Head(
             _KIMI, "<|tool_call_begin|>", ("<|tool_call_argument_begin|>",), "<|tool_call_end|>"
         ),
+        history=History(numbered_ids=True),
     ),
     Dialect(
         "minimax_m2",
@@ -285,7 +299,9 @@ def _beginning(mark: str) -> str:
 
 
 SYMBOL = re.compile("[\ud800-\udfff]")
-_NO_MARKERS = frozenset({"name", "signs", "bracket"})  # fields whose text no answer holds
+_NO_MARKERS = frozenset(
+    {"name", "signs", "bracket", "history"}
+)  # fields whose text no answer holds
 
 
 class Markup:

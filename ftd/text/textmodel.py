@@ -17,6 +17,7 @@ from ftd.errors import CheckpointError, RequestInvalid
 from .conversation import Conversation
 from .detokenize import Detokenizer, Vocabulary
 from .dialects import Markup, detect
+from .history import in_terms_of
 from .messages import Message, rewrites
 from .parse import OutputParser
 from .template import ChatTemplate, TemplateRefused
@@ -106,12 +107,17 @@ class TextModel:
         assert refusal is not None
         raise refusal
 
-    def prompt(self, conversation: Conversation) -> str:
-        """``render`` of a conversation, with its thinking in the template's own variables."""
+    def prompt(self, conversation: Conversation, dialect: str | None = None) -> str:
+        """``render`` of a conversation, with thinking and past calls in the template's own terms.
+
+        Args:
+            dialect: how the model writes calls and thinking; None: as its template tells.
+        """
         tools = conversation.declarations
         facts = self._template(with_tools=bool(tools)).facts
         extra = {**conversation.thinking.variables(facts), **conversation.variables}
-        return self.render(conversation.messages, tools=tools, extra=extra)
+        messages = in_terms_of(self._markup(conversation, dialect).dialect, conversation.messages)
+        return self.render(messages, tools=tools, extra=extra)
 
     def parser(
         self, conversation: Conversation, prompt: str, dialect: str | None = None
@@ -121,6 +127,15 @@ class TextModel:
         Args:
             dialect: how the model writes calls and thinking; None: as its template tells.
         """
+        markup = self._markup(conversation, dialect)
+        return partial(
+            OutputParser,
+            markup,
+            tools=conversation.tools,
+            thinking_open=markup.opens_thinking(prompt),
+        )
+
+    def _markup(self, conversation: Conversation, dialect: str | None) -> Markup:
         template = self._template(with_tools=bool(conversation.declarations))
         markup = self._markups.get((template.source, dialect))
         if markup is None:
@@ -130,12 +145,7 @@ class TextModel:
             }
             markup = Markup(detect(template.source, added, dialect), added)
             self._markups[template.source, dialect] = markup
-        return partial(
-            OutputParser,
-            markup,
-            tools=conversation.tools,
-            thinking_open=markup.opens_thinking(prompt),
-        )
+        return markup
 
     def _template(self, *, with_tools: bool) -> ChatTemplate:
         if not self._templates:
