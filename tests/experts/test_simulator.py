@@ -120,12 +120,23 @@ def test_default_fills_free_slots_and_then_keeps_them_filled():
 
 
 def test_synthetic_routing_has_the_published_skew():
-    """Skew 1 and 37 % of the experts: a global LRU misses about 15 % of its reads."""
-    used = steps_of(synthetic_routing(1200, 12, 128, 8), 128, 1)
-    outcome = simulate(
-        used, "lru-fetch-all", MACHINES["h200"], num_slots=568, expert_bytes=EXPERT_BYTES
-    )
-    assert outcome.miss_share == pytest.approx(0.15, abs=0.02)
+    """Skew 1 and 37 % of the experts: a global LRU misses about 15 % of its reads.
+
+    The popularities drawn move that by a point or two.
+    """
+    misses = []
+    for seed in range(3):
+        used = steps_of(synthetic_routing(500, 12, 128, 8, seed=seed), 128, 1)
+        outcome = simulate(
+            used,
+            "lru-fetch-all",
+            MACHINES["h200"],
+            num_slots=568,
+            expert_bytes=EXPERT_BYTES,
+            warm_up=0.5,
+        )
+        misses.append(outcome.miss_share)
+    assert np.mean(misses) == pytest.approx(0.15, abs=0.025)
 
 
 def test_tool_prints_a_row_for_each_policy_and_draws_them(tmp_path, capsys):
