@@ -175,22 +175,28 @@ def test_with_room_for_all_nothing_misses_in_the_end(pool):
     assert before.slots_used == before.slots_total == ALL
 
 
-def test_prefill_evicts_only_behind_itself(pool):
-    """With the first layer's experts in all slots, a pass may replace them only once it is past."""
-    runtime = ExpertRuntime(SPEC, LAYOUT, pool, OPS, E, allowance=Allowance(0, 0))
-    everyone = torch.arange(E, dtype=torch.int32).repeat(4).reshape(-1, K)
-    args = torch.zeros(len(everyone), H), everyone, torch.ones(len(everyone), K)
-    runtime.forward(LAYERS[2], *args)
+def prompt(runtime: ExpertRuntime, layer: int, experts: list[int], rows: int) -> None:
+    """Rows that all use the same experts."""
+    ids = torch.tensor([experts] * rows, dtype=torch.int32)
+    runtime.forward(layer, torch.zeros(rows, H), ids, torch.ones(rows, K))
+
+
+def test_prefill_evicts_behind_itself_and_spares_what_it_has_not_read(pool):
+    first, middle, last = range(3)
+    runtime = ExpertRuntime(SPEC, LAYOUT, pool, OPS, 4, allowance=Allowance(0, 0))
+    for row in (first, last):
+        prompt(runtime, LAYERS[row], [0, 1], 10)
     runtime.safe_point()
-    assert (runtime._table.residency[2] != EMPTY).all()
-    few = torch.tensor([[0, 1]] * 12, dtype=torch.int32)
-    for layer in LAYERS[:2]:
-        runtime.forward(layer, torch.zeros(12, H), few, torch.ones(12, K))
-    assert (runtime._table.residency[2] != EMPTY).all()  # not yet read by this pass
+    residency = runtime._table.residency
+    assert (residency[first, :2] != EMPTY).all() and (residency[last, :2] != EMPTY).all()
+    prompt(runtime, LAYERS[first], [2, 3], 60)  # misses: nobody is behind, so nobody leaves
+    assert runtime._table.num_used == 4
+    prompt(runtime, LAYERS[middle], [4, 5], 60)
+    assert (residency[first] == EMPTY).all()  # read already, and not used by this text
+    assert (residency[last, :2] != EMPTY).all()  # as little used, but yet to be read
     runtime.safe_point()
-    for layer in LAYERS:
-        runtime.forward(layer, torch.zeros(12, H), few, torch.ones(12, K))
-    runtime.safe_point()
+    assert np.flatnonzero(residency[middle] != EMPTY).tolist() == [4, 5]
+    check_books(runtime, pool)
 
 
 def test_prefill_admits_the_hottest_of_what_it_streamed(pool):
