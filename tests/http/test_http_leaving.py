@@ -135,3 +135,23 @@ async def test_shutting_down_answers_whoever_is_there(slow):
     status, body = await plain
     assert (status, body["error"]["code"]) == (503, "model_not_ready")
     assert (await streamed)[-1]["error"]["code"] == "model_not_ready"
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_leaving_ends_the_work_on_every_api(slow, path, streamed):
+    _, writer = await open_socket(slow)
+    writer.write(request_bytes("prefill", path=path, stream=streamed, input="prefill"))
+    await slow.until(lambda: slow.engine.active)
+    writer.close()
+    await slow.until(lambda: not slow.engine.active)
+    assert slow.engine.counts == {Finish.CANCELLED: 1}
+
+
+async def test_requests_that_bear_the_same_id_are_kept_apart(slow):
+    headers = {"X-Request-Id": "same", "X-Client-Request-Id": "same", "Idempotency-Key": "same"}
+    body = {"messages": [{"role": "user", "content": "hi"}], "id": "same", "request_id": "same"}
+    answers = await asyncio.gather(
+        *(slow.post("/v1/chat/completions", body, headers=headers) for _ in range(5))
+    )
+    assert len({answer["id"] for _, answer in answers}) == 5
