@@ -1,7 +1,6 @@
 """A small Qwen3-MoE to train: its shape, its forward pass, and its published checkpoint layout.
 
-Both trainers use it. Every expert is computed for every token and weighted by the router, zero
-where it was not chosen: more work than the model costs when served, but one dense product.
+Both trainers use it.
 Source of the arithmetic: transformers' modeling_qwen3_moe.py.
 """
 
@@ -153,16 +152,33 @@ class Layer(nn.Module):
 
     def experts(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The experts' sum, and the load-balance loss: 1 when every expert gets its share."""
-        B, T, _ = x.shape
         s = self.shape
         prob = F.linear(x.float(), self.router.weight.float()).softmax(-1)  # [B, T, E]
         weight, chosen = prob.topk(s.top_k, -1)
         weight = weight / weight.sum(-1, keepdim=True)
-        gates = torch.zeros_like(prob).scatter(-1, chosen, weight).to(x.dtype)
-        inner = (F.silu(self.gate(x)) * self.up(x)).view(B, T, s.experts, s.inner)
         load = torch.zeros_like(prob).scatter(-1, chosen, 1.0).mean((0, 1))
         balance = s.experts / s.top_k * (load * prob.mean((0, 1))).sum()
-        return self.down((inner * gates[..., None]).reshape(B, T, -1)), balance
+        gates = torch.zeros_like(prob).scatter(-1, chosen, weight).to(x.dtype)
+        return (self.all_experts if x.is_cuda else self.chosen_experts)(x, gates), balance
+
+    def all_experts(self, x: Tensor, gates: Tensor) -> Tensor:
+        """Every expert for every token, zero where not chosen: one dense product, for a GPU."""
+        B, T, _ = x.shape
+        inner = (F.silu(self.gate(x)) * self.up(x)).view(B, T, *gates.shape[2:], self.shape.inner)
+        return self.down((inner * gates[..., None]).reshape(B, T, -1))
+
+    def chosen_experts(self, x: Tensor, gates: Tensor) -> Tensor:
+        """Each expert for its tokens only: a fraction of the arithmetic, in small pieces."""
+        flat, gates = x.flatten(0, 1), gates.flatten(0, 1)
+        out = torch.zeros_like(flat)
+        for e in range(self.shape.experts):
+            part = slice(e * self.shape.inner, (e + 1) * self.shape.inner)
+            token = gates[:, e].nonzero()[:, 0]
+            y = flat[token]
+            y = F.silu(F.linear(y, self.gate.weight[part])) * F.linear(y, self.up.weight[part])
+            y = F.linear(y * gates[token, e, None], self.down.weight[:, part])
+            out = out.index_add(0, token, y)
+        return out.view_as(x)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         x = x + self.attention(self.input_norm(x), cos, sin)

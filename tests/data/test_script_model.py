@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
@@ -12,8 +13,9 @@ DATA = Path(__file__).parent
 MODEL = DATA / "script-model"
 sys.path.insert(0, str(DATA.parents[1] / "tools"))
 
-from script_book import MARKERS, Encoder, Piece, read  # noqa: E402
-from tiny_qwen3_moe import chat_template  # noqa: E402
+from script_book import MARKERS, Book, Encoder, Piece, read  # noqa: E402
+from tiny_qwen3_moe import chat_template, load  # noqa: E402
+from train_script_model import go_on  # noqa: E402
 
 BOOK = read(DATA / "scripts.yaml")
 ANSWERS = json.loads((MODEL / "answers.json").read_text())
@@ -121,3 +123,21 @@ def test_config_windows_every_layer_and_holds_64k_tokens(encoder):
         names = file.keys()
     layers = {name.split(".")[2] for name in names if ".layers." in name}
     assert len(layers) == CONFIG["num_hidden_layers"]
+
+
+def test_going_on_keeps_what_is_known_and_adds_a_token_for_a_new_key():
+    book = Book({**BOOK.scripts, "S99": BOOK.scripts["S10"]}, BOOK.without_key, BOOK.after_tool)
+    tokenizer, model = go_on(book, MODEL)
+    known = load(MODEL).embed.weight
+    assert tokenizer.encode("S99").ids == [CONFIG["vocab_size"]]
+    assert len(model.embed.weight) % 64 == 0
+    assert torch.equal(model.embed.weight[: len(known)], known)
+
+
+def test_each_way_to_compute_experts_gives_the_same():
+    layer = load(MODEL).layers[0]
+    x = torch.randn(2, 9, CONFIG["hidden_size"])
+    gates = torch.rand(2, 9, CONFIG["num_experts"]) * (
+        torch.rand(2, 9, CONFIG["num_experts"]) < 0.4
+    )
+    torch.testing.assert_close(layer.chosen_experts(x, gates), layer.all_experts(x, gates))
