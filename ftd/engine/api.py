@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,25 @@ class Sampling:
     )
 
 
+class Constraint(Protocol):
+    """What one sequence's output has to obey: a grammar, and how far it has come.
+
+    The engine thread has it to itself; what either method raises ends this sequence alone.
+    """
+
+    def mask(self) -> torch.Tensor | None:
+        """Tokens that may come next: [ceil(V / 32)] int32 on the CPU, bit 1: allowed; None: any.
+
+        An eos token is allowed where the output may end, and nothing else once it has to.
+        Cost: up to a few ms for the first call after ``accept``, nothing for the next.
+        """
+        ...
+
+    def accept(self, token: int) -> None:
+        """The token that was drawn; it depends on nothing else what is allowed next."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     request_id: str  # unique while the daemon lives; client ids are kept apart elsewhere
@@ -40,6 +62,7 @@ class EngineRequest:
     prompt_logprobs: int | None = None  # alternatives per prompt token; turns prefix reuse off
     copies_of: str | None = None  # request_id of a sibling (n > 1) whose prompt pages are awaited
     arrival_s: float = 0.0  # time.monotonic()
+    constraint: Constraint | None = None  # of this sequence alone
 
 
 class Finish(StrEnum):

@@ -30,7 +30,7 @@ from ftd.engine.batch import Span
 from ftd.engine.meter import Meter
 from ftd.engine.runner import Runner, StepResult
 from ftd.engine.sampling import Draw, SamplingState, token_logprob
-from ftd.errors import EngineFailed
+from ftd.errors import ConstraintFailed, EngineFailed
 from ftd.experts.runtime import ExpertCounters
 from ftd.kv.cache import KvCache
 from ftd.kv.pages import PagePool
@@ -143,7 +143,7 @@ class EngineCore:
     def add(self, request: EngineRequest) -> None:
         self._arrivals += 1
         sequence = Sequence(request, self._arrivals)
-        sampling = SamplingState(request.sampling, request.prompt_ids)
+        sampling = SamplingState(request.sampling, request.prompt_ids, request.constraint)
         self._waiting[sequence.key] = Answering(sequence, sampling)
 
     def end(self, request_id: str, finish: Finish = Finish.CANCELLED) -> bool:
@@ -384,8 +384,11 @@ class EngineCore:
         if isinstance(draw, EngineFailed):
             log.error("request.failed", request=request.request_id, cause=str(draw))
             del self._running[request.request_id]
-            self.pages.release(sequence.leave())
-            self.tree.clear()  # its earlier chunks are in there, and their KV may be damaged
+            if isinstance(draw, ConstraintFailed):
+                self._give_back(sequence)  # what is computed is sound
+            else:
+                self.pages.release(sequence.leave())
+                self.tree.clear()  # its earlier chunks are in there, and their KV may be damaged
             self.totals.failed += 1
             return Output(request.request_id, finish=Finish.ERROR, error=draw)
         sequence.ids.append(draw.token)

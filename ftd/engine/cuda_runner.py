@@ -190,7 +190,8 @@ def on_device(state: SamplingState) -> bool:
     """The device's draw is all this row needs."""
     s = state.sampling
     plain = s.top_k == 0 and s.top_p >= 1 and s.min_p == 0
-    return s.logprobs is None and not state.changes_logits and (plain or s.temperature == 0)
+    wanted = s.logprobs is None and not state.changes_logits and (plain or s.temperature == 0)
+    return wanted and state.free
 
 
 def _row(span: Span, state: SamplingState) -> DecodeRow:

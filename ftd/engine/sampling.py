@@ -5,7 +5,7 @@ In this order, as users of the OpenAI API, transformers and vLLM expect:
 1. ``logit_bias`` is added;
 2. repetition penalty, over prompt and output: positive logits are divided by it, others multiplied;
 3. presence and frequency penalty, over the output only: subtracted once, and once for each time;
-4. a grammar's mask forbids;
+4. a constraint's mask forbids;
 5. temperature divides; 0 takes the largest (of equal ones the first) and is done;
 6. top_k, then top_p of what is left, then min_p relative to the most likely token.
    Tokens as likely as the last one kept are kept too, so the set never depends on a sort's order;
@@ -24,9 +24,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ftd.engine.api import Sampling, TokenLogprob
+from ftd.engine.api import Constraint, Sampling, TokenLogprob
 from ftd.engine.philox import uniform
-from ftd.errors import EngineFailed
+from ftd.errors import ConstraintFailed, EngineFailed
 
 # Temperatures beyond these overflow float32 and draw like these: greedy, and evenly.
 _COLDEST, _HOTTEST = 1e-30, 1e30
@@ -44,8 +44,15 @@ class Draw:
 class SamplingState:
     """How one sequence is sampled, and what that remembers from token to token."""
 
-    def __init__(self, sampling: Sampling, prompt_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompt_ids: Sequence[int],
+        constraint: Constraint | None = None,
+    ) -> None:
         self.sampling = sampling
+        self._constraint = constraint
+        self._broken: Exception | None = None  # what the constraint raised
         self.seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         self._bias: tuple[torch.Tensor, torch.Tensor] | None = None
         if sampling.logit_bias:
@@ -68,10 +75,41 @@ class SamplingState:
         if self._seen is not None:
             self._seen.penalise(row, self.sampling)
 
+    @property
+    def free(self) -> bool:
+        """Any token may be drawn next."""
+        try:
+            return self.mask() is None
+        except ConstraintFailed:
+            return False
+
+    def mask(self) -> torch.Tensor | None:
+        """[ceil(V / 32)] int32, bit 1: this token may be drawn next; None: any may.
+
+        Raises:
+            ConstraintFailed: nobody knows, so none may.
+        """
+        if self._constraint is None:
+            return None
+        try:
+            if self._broken is None:
+                return self._constraint.mask()
+        except Exception as error:
+            self._broken = error
+        raise ConstraintFailed(
+            f"the answer could not be held to its grammar: {self._broken}",
+            hint="a simpler schema or grammar may help; other requests are not affected",
+        ) from self._broken
+
     def add(self, token: int) -> None:
         """Take note of a token of the output."""
         if self._seen is not None:
             self._seen.add(token)
+        if self._constraint is not None and self._broken is None:
+            try:
+                self._constraint.accept(token)
+            except Exception as error:  # told when the next token is to be drawn
+                self._broken = error
 
 
 class _Seen:
@@ -109,12 +147,11 @@ class Sampler:
         logits: torch.Tensor,  # [R, V] float32, not changed
         states: Sequence[SamplingState],  # of R different sequences
         positions: Sequence[int],  # of the tokens to be drawn, each in its sequence
-        masks: Sequence[torch.Tensor | None] | None = None,  # [ceil(V / 32)] int32, bit 1: allowed
     ) -> list[Draw | EngineFailed]:
         """Draw one token for each row, and note it in the row's state.
 
-        A row that cannot be drawn from, because the model gave NaN or infinity or the mask forbids
-        everything, brings the error in its place; the other rows are not affected.
+        A row that cannot be drawn from, because the model gave NaN or infinity, or the constraint
+        fails or forbids everything, brings the error in its place; other rows are not affected.
         """
         assert logits.shape == (len(states), self.vocab) and len(positions) == len(states), (
             logits.shape,
@@ -129,12 +166,16 @@ class Sampler:
             if suspect[r] and not logits[r].isfinite().all():
                 draws.append(_not_finite(logits[r], positions[r]))
                 continue
-            mask = None if masks is None else masks[r]
+            try:
+                mask = state.mask()
+            except ConstraintFailed as error:
+                draws.append(error)
+                continue
             token: int | None = largest[r]
             if state.changes_logits or mask is not None or state.sampling.temperature > 0:
                 token = self._draw(logits[r], state, positions[r], mask)
             if token is None:
-                draws.append(EngineFailed(f"no token is allowed at position {positions[r]}"))
+                draws.append(ConstraintFailed(f"no token is allowed at position {positions[r]}"))
                 continue
             state.add(token)
             top = state.sampling.logprobs

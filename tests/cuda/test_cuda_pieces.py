@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -115,6 +117,12 @@ def test_rows_that_are_not_finite_are_told():
 )
 def test_rows_that_the_device_can_draw(changes, suits):
     assert on_device(SamplingState(Sampling(**changes), (1, 2))) is suits
+
+
+@pytest.mark.parametrize(("mask", "suits"), [(None, True), (torch.zeros(1), False)])
+def test_the_device_draws_only_where_anything_may_come(mask, suits):
+    constraint = SimpleNamespace(mask=lambda: mask, accept=lambda token: None)
+    assert on_device(SamplingState(Sampling(), (), constraint)) is suits
 
 
 def test_uploads_and_downloads_do_not_share_memory_with_their_source():

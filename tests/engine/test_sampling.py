@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ftd.engine import sampling as sampling_module
 from ftd.engine.api import Sampling
 from ftd.engine.sampling import Draw, Sampler, SamplingState, token_logprob
-from ftd.errors import EngineFailed
+from ftd.errors import ConstraintFailed, EngineFailed
 
 V = 300
 SAMPLER = Sampler(V)
@@ -25,12 +25,24 @@ def tokens(draws):
     return [draw.token for draw in draws]
 
 
+class Fixed:
+    """A constraint that allows the same all the time."""
+
+    def __init__(self, mask):
+        self._mask = mask
+
+    def mask(self):
+        return self._mask
+
+    def accept(self, token):
+        pass
+
+
 def draw_one(logits, sampling, *, position=5, prompt=(), output=(), mask=None):
-    state = SamplingState(sampling, prompt)
+    state = SamplingState(sampling, prompt, None if mask is None else Fixed(mask))
     for token in output:
         state.add(token)
-    masks = None if mask is None else [mask]
-    return SAMPLER.sample(logits.view(1, -1), [state], [position], masks)[0]
+    return SAMPLER.sample(logits.view(1, -1), [state], [position])[0]
 
 
 def distribution(logits, sampling, monkeypatch, *, points=400, **kwargs):
@@ -252,7 +264,7 @@ def test_a_mask_allows_only_its_tokens():
     assert drawn == set(allowed)
     assert draw_one(logits, Sampling(temperature=1e300), mask=mask).token in allowed
     nothing = draw_one(logits, Sampling(), mask=torch.zeros_like(mask))
-    assert isinstance(nothing, EngineFailed) and "position 5" in nothing.message
+    assert isinstance(nothing, ConstraintFailed) and "position 5" in nothing.message
 
 
 def test_logprobs_are_the_models_own():
