@@ -18,7 +18,7 @@
   ├── LoadFailed                 load_failed           500  a model that failed after every check
   ├── RequestCancelled           request_cancelled     499  cancelled by an operator or a reload
   └── EngineFailed               engine_failed         500  a step failed; the log has the cause
-      └── ConstraintFailed       constraint_failed     500  an answer could not be held to its grammar
+      └── ConstraintFailed       constraint_failed     500  an answer left its grammar
 
 Our own mistakes are assertions, not errors of this tree.
 """

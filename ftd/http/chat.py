@@ -142,7 +142,8 @@ def _read_tools(fields: Fields) -> list[Tool]:
             tool_named(function.get("name"), f"{where}.name"),
             function.get("parameters"),
         )
-        tools.append(Tool(name, parameters if isinstance(parameters, dict) else {}, tool))
+        parameters = parameters if isinstance(parameters, dict) else {}
+        tools.append(Tool(name, parameters, tool, strict=function.get("strict") is True))
     return tools
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ftd.text.answer import Piece
-from ftd.text.conversation import Thinking
+from ftd.text.conversation import Demand, Thinking
 from ftd.text.messages import content_text
 from ftd.text.stops import StopSet
 
@@ -35,7 +35,11 @@ def read_compaction(fields: Fields, asked: Asked) -> Compaction:
     given = read_input(fields, asked)
     messages = [*given.conversation.messages, {"role": "user", "content": _TASK}]
     conversation = replace(
-        given.conversation, messages=messages, tools=(), thinking=Thinking(on=False)
+        given.conversation,
+        messages=messages,
+        tools=(),
+        thinking=Thinking(on=False),
+        demand=Demand(),
     )
     job = turn_job(
         asked,

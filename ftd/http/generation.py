@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from ftd.engine.api import (
     EngineHandle,
@@ -25,6 +26,9 @@ from ftd.engine.api import (
 from ftd.errors import ContextExceeded, EngineFailed, FtdError, RequestCancelled, RequestInvalid
 from ftd.text.answer import Answer, Piece, Reading
 from ftd.text.textmodel import TextModel
+
+if TYPE_CHECKING:
+    from ftd.text.constrain import MakeConstraint
 
 QUEUED_PIECES = 64  # between engine and socket; behind it the engine's own queue waits
 GAPS_KEPT = 2048  # of the times between tokens, for the log line's percentiles
@@ -46,6 +50,7 @@ class Job:
     eos_ids: frozenset[int]
     stop_ids: frozenset[int]
     prompt_logprobs: int | None = None
+    constraint: MakeConstraint | None = None  # of each answer
 
     @property
     def answers(self) -> int:
@@ -176,6 +181,7 @@ class Generation:
             prompt_logprobs=job.prompt_logprobs,
             copies_of=self._engine_id(index - copy) if copy else None,
             arrival_s=self.started_s,
+            constraint=job.constraint() if job.constraint else None,
         )
 
     def _engine_id(self, index: int) -> str:

@@ -70,6 +70,7 @@ def _read_tool(entry: Any, where: str, *, deferred: bool = False) -> Tool | None
         description if isinstance(description, str) else None,
         entry.get("input_schema"),
         deferred=deferred or entry.get("defer_loading") is True,
+        strict=entry.get("strict") is True,
     )
 
 

@@ -104,7 +104,13 @@ def _read_tool(
     name = tool_named(entry.get("name"), f"{where}.name")
     known_as = flat_name(name, namespace)
     if kind == "function":
-        tool = Tool.declare(known_as, description, entry.get("parameters"), deferred=deferred)
+        tool = Tool.declare(
+            known_as,
+            description,
+            entry.get("parameters"),
+            deferred=deferred,
+            strict=entry.get("strict") is True,
+        )
         return ClientTool(tool, "function", name, namespace)
     grammar = _grammar(entry.get("format"))
     if grammar:

@@ -42,11 +42,19 @@ def turn_job(
     Args:
         one_call: the answer ends with its first tool call.
     Raises:
-        RequestInvalid, ContextExceeded: the template refuses, or the prompt is too long.
+        RequestInvalid: the template refuses, or a schema or choice of tools cannot be kept to.
+        ContextExceeded: the prompt is too long.
     """
-    _refuse_unkept(conversation.demand)
+    limits, text = asked.served.engine.limits, asked.served.text
     prompt = prompt_of(asked, conversation)
-    room_tokens(len(prompt.ids), asked.served.engine.limits)
+    room_tokens(len(prompt.ids), limits)
+    constraint = text.constraint(conversation, prompt.text or "", limits.vocab, asked.tool_dialect)
+    demand = conversation.demand
+    if ignore_eos and (demand.schema is not None or demand.must_call):
+        raise RequestInvalid(
+            "ignore_eos cannot go with a schema or a forced call, behind which nothing may come",
+            param="ignore_eos",
+        )
     return Job(
         prompts=(prompt,),
         copies=copies,
@@ -54,12 +62,13 @@ def turn_job(
         sampling=sampling,
         reading=Reading(
             stops,
-            asked.served.text.parser(conversation, prompt.text or "", asked.tool_dialect),
+            text.parser(conversation, prompt.text or "", asked.tool_dialect),
             one_call=one_call,
             empty=max_tokens == 0,
         ),
-        eos_ids=frozenset() if ignore_eos else asked.served.text.eos_ids,
+        eos_ids=frozenset() if ignore_eos else text.eos_ids,
         stop_ids=stop_ids,
+        constraint=constraint,
     )
 
 
@@ -84,21 +93,6 @@ def tool_named(name: Any, param: str) -> str:
             f"{param} must be a string of 1 to {MAX_NAME_CHARS} characters", param=param
         )
     return name
-
-
-def _refuse_unkept(demand: Demand) -> None:
-    """Demands promise something about the answer: silence would break the promise."""
-    if demand.schema is not None:
-        raise RequestInvalid(
-            f"{demand.schema_param} asks for JSON, which this server does not enforce",
-            param=demand.schema_param,
-            hint="ask for the form in the prompt",
-        )
-    if demand.must_call or demand.tools is not None:
-        raise RequestInvalid(
-            f"{demand.choice_param} may be auto or none: a call is not forced",
-            param=demand.choice_param,
-        )
 
 
 def read_schema(form: Any, param: str) -> Mapping[str, Any] | None:

@@ -385,6 +385,9 @@ class Lifecycle:
             log.error("model.load_failed", model=source.name, exc_info=error)
             hint = "the log has the traceback"
             raise LoadFailed(f"{source.name}: {error!r}", hint=hint) from None
+        dialect = None if config.tool_dialect == "auto" else config.tool_dialect
+        vocab = loaded.engine.limits.vocab
+        await on_thread(lambda: candidate.text.prepare_constraints(vocab, dialect))
         names = dict.fromkeys((*config.served_name, source.name, config.model, str(source.path)))
         name, *aliases = names
         return ServedModel(

@@ -204,7 +204,7 @@ def kinds(schema: Any, root: Schema, depth: int = 0) -> frozenset[str] | None:
         return None
     found: list[frozenset[str] | None] = []
     if isinstance(reference := schema.get("$ref"), str):
-        found.append(kinds(_referred(reference, root), root, depth + 1))
+        found.append(kinds(referred(reference, root), root, depth + 1))
     declared = schema.get("type")
     if isinstance(declared, str | list):
         named = {declared} if isinstance(declared, str) else {str(name) for name in declared}
@@ -223,7 +223,8 @@ def kinds(schema: Any, root: Schema, depth: int = 0) -> frozenset[str] | None:
     return frozenset.intersection(*known) if known else None
 
 
-def _referred(reference: str, root: Any) -> Any:
+def referred(reference: str, root: Any) -> Any:
+    """What a reference within the schema ``root`` points at."""
     if not reference.startswith("#"):
         return None
     for key in reference.lstrip("#/").split("/"):

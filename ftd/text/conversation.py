@@ -26,6 +26,7 @@ class Tool:
     parameters: Mapping[str, Any]  # JSON schema of the arguments; empty: anything
     declaration: Mapping[str, Any]  # as templates take it: {"type": "function", "function": ...}
     deferred: bool = False  # not declared up front, but where a message refers to it
+    strict: bool = False  # the client relies on it that calls obey the schema
 
     @staticmethod
     def declare(name: str, description: str | None, parameters: Any, **options: Any) -> Tool:

@@ -35,6 +35,9 @@ class Head:
     open: str = ""
     end: tuple[str, ...] = ()  # the first that comes; a brace belongs to the JSON already
     close: str = ""
+    header: str = "{}"  # as the template writes it; text behind the name is followed by a number
+    tail: str = ""  # what it writes between JSON and ``close``
+    call_id: str = ""  # may stand behind the name, and an id behind it
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,7 @@ class Dialect:
     block: tuple[str, str] = ("", "")  # empty end: it ends with the answer or with other text
     before: str = ""  # newlines the template writes between text and block
     json: bool = False  # calls are JSON objects with name and arguments, alone or in a list
+    json_listed: bool = False  # the template writes a list
     call: Head | Params | Expression | None = None
     bare: str = ""  # an answer that begins with one of these may be calls without a block's marker
     channels: bool = False  # harmony: everything is a message with a header
@@ -154,7 +158,13 @@ _ROWS = (
         (_DEEPSEEK_BLOCK[0], "```json"),
         _THINK,
         _DEEPSEEK_BLOCK,
-        call=Head(r"\s*function<｜tool▁sep｜>(?P<name>\S+)\s*", end=("```json",), **_DEEPSEEK_CALL),
+        call=Head(
+            r"\s*function<｜tool▁sep｜>(?P<name>\S+)\s*",
+            end=("```json",),
+            header="function<｜tool▁sep｜>{}",
+            tail="\n```",
+            **_DEEPSEEK_CALL,
+        ),
         others=("<｜tool▁sep｜>",),
         history=History(text_arguments=True),
     ),
@@ -172,7 +182,11 @@ _ROWS = (
         _AFTER_NOTHING,
         ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         call=Head(
-            _KIMI, "<|tool_call_begin|>", ("<|tool_call_argument_begin|>",), "<|tool_call_end|>"
+            _KIMI,
+            "<|tool_call_begin|>",
+            ("<|tool_call_argument_begin|>",),
+            "<|tool_call_end|>",
+            "functions.{}:",
         ),
         history=History(numbered_ids=True),
     ),
@@ -210,15 +224,26 @@ _ROWS = (
         ("<|tool_call_start|>", "<|tool_call_end|>"),
         call=Expression("("),
     ),
-    Dialect("granite", ("<|tool_call|>",), _THINK, ("<|tool_call|>", ""), json=True),
+    Dialect(
+        "granite",
+        ("<|tool_call|>",),
+        _THINK,
+        ("<|tool_call|>", ""),
+        json=True,
+        json_listed=True,
+    ),
     Dialect(
         "mistral",
         ("[TOOL_CALLS]",),
         Think("[THINK]", "[/THINK]", "", "", ""),
         ("[TOOL_CALLS]", ""),
         json=True,
-        call=Head(r"\s*(?P<name>[^\s\[]+)(?:\[CALL_ID\]\w+)?\s*", end=("[ARGS]", "{")),
-        others=("[CALL_ID]",),
+        json_listed=True,
+        call=Head(
+            r"\s*(?P<name>[^\s\[]+)(?:\[CALL_ID\]\w+)?\s*",
+            end=("[ARGS]", "{"),
+            call_id="[CALL_ID]",
+        ),
     ),
     Dialect("hermes", ("<tool_call>",), _THINK, _TOOL_CALL, "\n", json=True),
     Dialect(
@@ -265,6 +290,14 @@ def detect(template: str, added_tokens: Iterable[str], chosen: str | None = None
     if think and not (dialect.channels or think.close in template or think.close in added_tokens):
         dialect = replace(dialect, think=None)
     return dialect
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """Where an answer's thinking stands when it begins."""
+
+    open: bool = False  # the prompt has begun it
+    optional: bool = False  # the answer may begin with it
 
 
 class Marks:
@@ -366,6 +399,20 @@ class Markup:
             return False
         ends = (think.open, f"{think.open}{think.lead}".rstrip(), think.open + think.also_open)
         return prompt.rstrip().endswith(ends)
+
+    def thought(self, prompt: str, on: bool | None) -> Thought:
+        """
+        Args:
+            on: whether the answer is to think, if anybody said so.
+        """
+        think, is_open = self._spelled.think, self.opens_thinking(prompt)
+        over = bool(think and think.close and prompt.rstrip().endswith(think.close))
+        return Thought(is_open, on is not False and not is_open and not over)
+
+    def opening_token(self) -> int | None:
+        """The token by which a block of calls is known; None: it has none."""
+        symbol = SYMBOL.search(self.dialect.block[0])
+        return next((t for t, s in self.symbols.items() if symbol and s == symbol[0]), None)
 
     @property
     def end_of_thinking(self) -> str | None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from tokenizers import Tokenizer
@@ -21,6 +21,9 @@ from .history import in_terms_of
 from .messages import Message, rewrites
 from .parse import OutputParser
 from .template import ChatTemplate, TemplateRefused
+
+if TYPE_CHECKING:
+    from .constrain import MakeConstraint
 
 _SPECIAL_TOKENS = (
     "bos_token",
@@ -53,6 +56,9 @@ class TextModel:
         self.defaults = _sampling_defaults(generation)
         self._templates = _load_templates(path, tokenizer_config)
         self._markups: dict[tuple[str, str | None], Markup] = {}  # by template and dialect
+        from .constrain import ConstraintCompiler  # with torch, which nothing else here waits for
+
+        self._constraints = ConstraintCompiler(self._vocabulary, self.eos_ids)
 
     @property
     def has_chat_template(self) -> bool:
@@ -133,6 +139,29 @@ class TextModel:
             markup,
             tools=conversation.tools,
             thinking_open=markup.opens_thinking(prompt),
+        )
+
+    def prepare_constraints(self, vocab: int, dialect: str | None = None) -> None:
+        """Make what every constraint needs, before requests wait for it. Cost: up to a second."""
+        if "default" in self._templates:
+            self._constraints.prepare(self._markup(Conversation([]), dialect), vocab)
+
+    def constraint(
+        self, conversation: Conversation, prompt: str, vocab: int, dialect: str | None = None
+    ) -> MakeConstraint | None:
+        """What makes a constraint for each answer to ``prompt``; None: any answer will do.
+
+        Args:
+            vocab: of the model.
+            dialect: how the model writes calls and thinking; None: as its template tells.
+        Raises:
+            RequestInvalid: what the client insists on cannot be held.
+        Cost: some ms for each new set of tools or schema; see ``prepare_constraints``.
+        """
+        markup = self._markup(conversation, dialect)
+        thought = markup.thought(prompt, conversation.thinking.on)
+        return self._constraints.constraint(
+            markup, conversation.demand, conversation.tools, thought, vocab
         )
 
     def _markup(self, conversation: Conversation, dialect: str | None) -> Markup:

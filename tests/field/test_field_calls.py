@@ -78,19 +78,31 @@ async def test_every_answer_comes_apart_as_it_was_scripted(ftd, key, stream):
 @pytest.mark.parametrize(
     ("key", "content", "calls"),
     [
-        ("S43", "", [("broken", '{"path": "a\n')]),
-        ("S44", "", [("never_closed", '{"path": "b"}')]),
-        ("S45", ANSWERS["S45"]["answer"], []),
         ("S46", "Before.\nBetween.\nBehind.", [("now", "{}"), ("get_weather", '{"city": "Rome"}')]),
         ("S54", "An empty thought came first.", []),
     ],
 )
-async def test_malformed_calls_are_flagged_or_text_and_nothing_is_lost(
-    ftd, key, content, calls, stream
-):
-    message = message_of(await ask(ftd.base, key, stream=stream, tools=[tool("now")]))
+async def test_text_around_calls_is_kept(ftd, key, content, calls, stream):
+    tools = [tool("now"), tool("get_weather")]
+    message = message_of(await ask(ftd.base, key, stream=stream, tools=tools))
     assert message.content == content
     assert [(call["name"], call["text"]) for call in message.calls] == calls
+
+
+@MODES
+@pytest.mark.parametrize(
+    ("key", "name"), [("S43", "broken"), ("S44", "never_closed"), ("S45", "f")]
+)
+async def test_a_call_that_would_be_malformed_is_held_to_its_schema(ftd, key, name, stream):
+    parameters = {"type": "object", "properties": {"path": {"type": "string", "maxLength": 9}}}
+    parameters |= {"additionalProperties": False}
+    fields = {"tools": [tool(name, parameters)], "max_tokens": 60}
+    reply = await ask(ftd.base, key, stream=stream, **fields)
+    called = message_of(reply).calls
+    assert called and {call["name"] for call in called} == {name}
+    for call in called[: None if reply.finish == "tool_calls" else -1]:
+        arguments = json.loads(call["text"])
+        assert set(arguments) <= {"path"} and len(arguments.get("path", "")) <= 9
 
 
 async def test_a_call_that_is_cut_is_the_same_in_both_modes_and_not_complete(ftd):

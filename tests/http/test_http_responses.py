@@ -342,7 +342,7 @@ async def test_a_conversation_is_compacted_and_gone_on_from(front):
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"text": {"format": {"type": "json_object"}}}, "text"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "text"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"input": []}, "input"),

@@ -176,16 +176,14 @@ OTHER = {"type": "function", "function": {"name": "no_such"}}
 @pytest.mark.parametrize(
     ("choice", "tools", "words"),
     [
-        ("required", [WRITE], "not forced"),
-        (NAMED, [WRITE], "not forced"),
         (OTHER, [WRITE], "no_such"),
         ("required", [], "no tools"),
         ("perhaps", [WRITE], "must be auto"),
         ({"type": "function"}, [WRITE], "must be auto"),
         (
-            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}},
+            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}},
             [WRITE],
-            "not forced",
+            "none of the tools",
         ),
     ],
 )

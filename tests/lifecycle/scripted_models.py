@@ -178,6 +178,11 @@ class Script:
     stuck_s: float = 0.0  # a loader that does not look at ``cancelled``
 
 
+class ScriptedText(str):
+    def prepare_constraints(self, vocab, dialect):
+        """Nothing is held to a grammar here."""
+
+
 @dataclass(frozen=True)
 class Source:
     name: str
@@ -203,7 +208,7 @@ class ScriptedModels:
         return Preflight(beside, 2**30, 2**40, ("weights  1.00 GiB",), prepared=source.name)
 
     def open_text(self, source):
-        return f"text of {source.name}"
+        return ScriptedText(f"text of {source.name}")
 
     def load(self, config, preflight, progress, cancelled):
         script = self.scripts[preflight.prepared]
