@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import pytest
 from cuda_core import cuda_core
-from driving import answer_all, engine_core
+from driving import answer_all, engine_core, request
+from test_constrained_rows import AFTER, Cycle, prompt
 from test_contract import ORACLES, comparable, requests
+
+from ftd.engine.api import Sampling
 
 MODEL = ORACLES / "qwen3_moe"
 
@@ -61,3 +64,25 @@ def test_rows_that_end_one_after_another(alone):
     with cuda_core(MODEL, slots=9, max_running=8) as core:
         answers = comparable(answer_all(core, greedy))
     assert answers == {name: alone[name] for name in answers}
+
+
+def test_rows_that_are_held_now_and_then_are_drawn_from_what_was_launched_ahead():
+    """A constraint that lets anything come follows the launched step; a mask takes its logits."""
+
+    def held():
+        return [
+            request(
+                f"r{i}",
+                prompt(i, 20 + i),
+                30,
+                sampling=Sampling(temperature=1.2 * (i % 2), seed=i),
+                constraint=Cycle(AFTER, [i + 1]) if i else None,
+            )
+            for i in range(4)
+        ]
+
+    with engine_core(MODEL) as core:
+        wanted = comparable(answer_all(core, held()))
+    with cuda_core(MODEL, slots=9, max_running=4) as core:
+        assert comparable(answer_all(core, held())) == wanted
+    assert {len(tokens) for tokens, *_ in wanted.values()} == {30}
