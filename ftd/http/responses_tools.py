@@ -41,7 +41,6 @@ class ClientTool:
     kind: Literal["function", "custom", "search"]
     name: str
     namespace: str | None = None
-    grammar: tuple[str, str] | None = None  # of a free-form tool's input: syntax and definition
 
 
 def flat_name(name: str, namespace: Any) -> str:
@@ -116,8 +115,8 @@ def _read_tool(
     if grammar:
         syntax, definition = grammar
         description = f"{description or ''}\nThe input follows this {syntax} grammar:\n{definition}"
-    tool = Tool.declare(known_as, description, _FREE_FORM, deferred=deferred)
-    return ClientTool(tool, "custom", name, namespace, grammar)
+    tool = Tool.declare(known_as, description, _FREE_FORM, deferred=deferred, grammar=grammar)
+    return ClientTool(tool, "custom", name, namespace)
 
 
 def _grammar(form: Any) -> tuple[str, str] | None:

@@ -21,7 +21,7 @@ from ftd.errors import RequestInvalid
 
 from .conversation import Demand, Tool
 from .detokenize import Vocabulary
-from .dialects import Head, Markup, Thought
+from .dialects import Head, Markup, Params, Thought
 from .grammar import (
     HeldTool,
     answer_grammar,
@@ -32,6 +32,7 @@ from .grammar import (
 )
 from .held import GrammarError, Held, Rules, Tables, Watched, WatchedHeaders
 from .schema import Schema, blamed, prepared, refusal
+from .tool_grammar import lark_of
 
 log = structlog.get_logger(__name__)
 
@@ -179,14 +180,17 @@ class _Compilation:
     ) -> Rules | None:
         markup, compiled = self._markup, self._tables.compile
         opening = markup.opening_token() if tools else None
+        bare = bool(markup.dialect.bare)
         if schema is not None or demand.must_call:
             named = demand.tools is not None and len(demand.tools) == 1
             grammar = self._answer(schema, tools, thinking, one=named)
             return Rules(self._tables, compiled(grammar), unthinkable=opening)
-        if markup.dialect.channels and not insisted:
+        if not insisted and markup.dialect.channels:
             return self._behind_headers(tools)
-        if opening is not None and not markup.dialect.channels:
+        if opening is not None and not markup.dialect.channels and not (bare and insisted):
             return Rules(self._tables, compiled(call_grammar(markup, tools)), opening)
+        if bare and not insisted:
+            return None  # it would keep text from beginning as such calls do
         grammar = answer_grammar(markup, self._eos_ids, tools=tools, free=True, thinking=thinking)
         return Rules(self._tables, compiled(grammar), unthinkable=opening)
 
@@ -223,7 +227,7 @@ class _Compilation:
     def _fails(self, schema: Schema | None, tools: Sequence[HeldTool] = ()) -> str | None:
         try:
             self._tables.compile(self._answer(schema, tools))
-        except GrammarError as error:
+        except (GrammarError, ValueError) as error:
             return str(error)
         return None
 
@@ -240,6 +244,8 @@ class _Compilation:
         """With as much of its schema as can be held; all of it if it is strict."""
         where = f"tool {tool.name}"
         try:
+            if tool.grammar is not None:
+                return self._free_form(tool, tool.grammar)
             held = HeldTool(tool.name, {"type": "object", **prepared(tool.parameters, where)})
             if tool.strict or suspicious:
                 self._check(held, where)
@@ -247,10 +253,25 @@ class _Compilation:
                 raise refusal(where, *unheld)
             return held
         except RequestInvalid:
-            if tool.strict:
+            if tool.strict or tool.grammar is not None:
                 raise
         lenient = HeldTool(tool.name, {"type": "object", **tool.parameters}, lenient=True)
         return HeldTool(tool.name, {"type": "object"}) if self._fails(None, [lenient]) else lenient
+
+    def _free_form(self, tool: Tool, grammar: tuple[str, str]) -> HeldTool:
+        """Its text is of the grammar, if that can stand in this dialect's calls."""
+        where = f"tool {tool.name}"
+        try:
+            text = lark_of(*grammar)
+            self._tables.compile(text)
+        except (ValueError, GrammarError) as error:
+            raise RequestInvalid(f"{where}: its grammar: {error}", param=where) from error
+        held = HeldTool(tool.name, tool.parameters, text=text)
+        if grammar[0] == "regex" and not isinstance(self._markup.dialect.call, Params):
+            (name,) = tool.parameters["properties"]
+            pattern = {"type": "string", "pattern": f"^(?:{grammar[1]})$"}
+            held = HeldTool(tool.name, {**tool.parameters, "properties": {name: pattern}})
+        return HeldTool(tool.name, tool.parameters) if self._fails(None, [held]) else held
 
     def _check(self, tool: HeldTool, where: str) -> None:
         if self._fails(tool.schema):
@@ -284,7 +305,7 @@ def _key(*facts: Any) -> bytes:
             [markup.dialect.name, sorted(markup.symbols)],
             [demand.schema, demand.schema_param, sorted(demand.tools or ()), demand.tools is None],
             [demand.must_call, demand.choice_param],
-            [[tool.name, tool.parameters, tool.strict] for tool in tools],
+            [[tool.name, tool.parameters, tool.strict, tool.grammar] for tool in tools],
             *rest,
         ]
     )

@@ -27,6 +27,7 @@ class Tool:
     declaration: Mapping[str, Any]  # as templates take it: {"type": "function", "function": ...}
     deferred: bool = False  # not declared up front, but where a message refers to it
     strict: bool = False  # the client relies on it that calls obey the schema
+    grammar: tuple[str, str] | None = None  # of its only argument, a text: syntax and definition
 
     @staticmethod
     def declare(name: str, description: str | None, parameters: Any, **options: Any) -> Tool:

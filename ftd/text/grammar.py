@@ -14,6 +14,7 @@ from typing import Any
 
 from .arguments import kinds, referred
 from .dialects import SYMBOL, Head, Markup, Params
+from .tool_grammar import quoted
 
 _HEADER = '%llguidance {"no_forcing": true}'
 _TERMINALS = r"""
@@ -25,6 +26,7 @@ OBJECT_ID: /[ \n]{0,2},[ \t\r\n]{0,8}"id"[ \n]{0,2}:[ \n]{0,2}"[A-Za-z0-9_\-]{1,
 OBJECT_END: /[ \t\r\n]{0,8}\}/
 CALL_NUMBER: /[0-9]{1,3}/
 CALL_ID: /[A-Za-z0-9]{9}/
+BARE_TEXT: /([^{\[ \n](?s:.*))?/
 ANY_KEY: /[A-Za-z0-9_.\-]{1,64}/
 """
 # Blanks are bounded, or a model may write them for ever; a break and a deep indentation fit.
@@ -44,6 +46,7 @@ class HeldTool:
     name: str
     schema: Schema  # of its arguments, from ``schema.prepared``
     lenient: bool = False  # what the library cannot hold of the schema is let go
+    text: str | None = None  # Lark grammar of its only argument
 
 
 def can_hold_calls(markup: Markup) -> bool:
@@ -74,7 +77,10 @@ def answer_grammar(
     if markup.dialect.channels:
         return writer.harmony(schema, tools, free=free)
     if free:
-        return writer.grammar(f"{writer.thought(thinking)} {writer.blocks_in_text(tools)}")
+        body = writer.blocks_in_text(tools)
+        if markup.dialect.bare:  # what could be a call without a marker is one
+            body = f"{writer.blocks(tools, bare=True)} | BARE_TEXT | {writer.blocks(tools)}"
+        return writer.grammar(f"{writer.thought(thinking)} ({body})")
     forms = [] if schema is None else [writer.json(schema)]
     if tools:
         forms.append(writer.blocks(tools, one=one, bare=schema is None))
@@ -136,9 +142,22 @@ class _Writer:
         self._dialect = markup.dialect
         self._eos_ids = eos_ids
         self._rules: list[str] = []
+        self._inner: dict[str, str] = {}
 
     def grammar(self, start: str) -> str:
-        return "\n".join([_HEADER, f"start: {start}", *self._rules, _TERMINALS])
+        main = "\n".join([_HEADER, f"start: {start}", *self._rules, _TERMINALS])
+        if not self._inner:
+            return main
+        grammars = {"main": main, **self._inner}
+        return json.dumps(
+            {"grammars": [{"name": n, "lark_grammar": text} for n, text in grammars.items()]}
+        )
+
+    def _within(self, lark: str) -> str:
+        """A grammar of its own, with rules whose names mean nothing here."""
+        name = f"inner{len(self._inner)}"
+        self._inner[name] = f"{_HEADER}\n{lark}"
+        return f"@{name}"
 
     def add(self, name: str, body: str) -> str:
         self._rules.append(f"{name}: {body}")
@@ -162,6 +181,10 @@ class _Writer:
         return self._new(f"%json {json.dumps({**schema, 'x-guidance': options})}")
 
     def arguments(self, tool: HeldTool) -> str:
+        if tool.text is not None:
+            (name,) = _properties(tool.schema)[0]
+            text = self._within(quoted(tool.text))
+            return f'"{{" WS? {_literal(json.dumps(name))} WS? ":" WS? "\\"" {text} "\\"" WS? "}}"'
         return self.json(tool.schema, lenient=tool.lenient)
 
     def text_until(self, body: str, end: str) -> str:
@@ -274,6 +297,9 @@ class _Writer:
 
     def _param(self, form: Params, name: str, prop: Any, tool: HeldTool) -> str:
         key = f"{self.marker(form.key[0])} {_literal(name)}"
+        if tool.text is not None:
+            text = f"{_pad(form)} {self._within(tool.text)} {self.marker(form.pad + form.value[1])}"
+            return f"{key} {self._key_end(form, text=True)} {text}"
         types = kinds(prop, tool.schema)
         forms = []
         if types is None or "string" in types:

@@ -86,3 +86,15 @@ async def test_copies_have_constraints_of_their_own_and_text_has_none(front):
     assert await constraint_of(front, "chat") is None
     fields = {"tools": CHAT_TOOLS, "tool_choice": "none"}
     assert await constraint_of(front, "chat", **fields) is None
+
+
+async def test_the_text_of_a_custom_tool_is_held_to_its_grammar(front):
+    form = {"type": "grammar", "syntax": "regex", "definition": "[a-z]+ [0-9]+"}
+    tools = [{"type": "custom", "name": "f", "format": form}]
+    for text, allowed in {"abc 12": True, "abc": False}.items():
+        constraint = await constraint_of(front, "respond", tools=tools)
+        call = CALL.replace('{"n": 5}', f'{{"input": "{text}"}}')
+        assert accepts(front, constraint, call) is allowed
+    form["definition"] = "("
+    status, body = await front.respond("hi", tools=tools)
+    assert status == 400 and "tool f: its grammar" in body["error"]["message"]
