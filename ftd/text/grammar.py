@@ -20,6 +20,7 @@ _HEADER = '%llguidance {"no_forcing": true}'
 _TERMINALS = r"""
 ANY: /(?s:.*)/
 WS: /[ \n]{1,2}/
+BLANKS: /[ \n\r\t]{1,40}/
 OBJECT_NAME: /\{[ \t\r\n]{0,8}"name"[ \n]{0,2}:[ \n]{0,2}/
 OBJECT_ARGUMENTS: /[ \n]{0,2},[ \t\r\n]{0,8}"(arguments|parameters)"[ \n]{0,2}:[ \n]{0,8}/
 OBJECT_ID: /[ \n]{0,2},[ \t\r\n]{0,8}"id"[ \n]{0,2}:[ \n]{0,2}"[A-Za-z0-9_\-]{1,40}"/
@@ -35,6 +36,7 @@ _JSON_OPTIONS = {
     "json_allow_general_unicode_escapes": True,
 }
 _ANY_TEXT = "ANY"
+_MOST_UNORDERED = 60  # members of an object in any order: the library has 64 bits for them
 _TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
 Schema = Mapping[str, Any]
 
@@ -185,7 +187,34 @@ class _Writer:
             (name,) = _properties(tool.schema)[0]
             text = self._within(quoted(tool.text))
             return f'"{{" WS? {_literal(json.dumps(name))} WS? ":" WS? "\\"" {text} "\\"" WS? "}}"'
-        return self.json(tool.schema, lenient=tool.lenient)
+        if not _is_plain_object(tool.schema):
+            return self.json(tool.schema, lenient=tool.lenient)
+        properties, required = _properties(tool.schema)
+        members = {}
+        for name, prop in properties.items():
+            value = self.json(_rooted(prop, tool.schema), lenient=tool.lenient)
+            key = _literal(json.dumps(name, ensure_ascii=False))
+            members[self._new(f'{key} BLANKS? ":" BLANKS? {value}')] = name in required
+        body = self._any_order(members, comma='"," BLANKS?')
+        return f'"{{" BLANKS? {body} "}}"'
+
+    def _any_order(self, members: Mapping[str, bool], comma: str = "") -> str:
+        """Each of ``members`` at most once, and once if it is marked so.
+
+        Models do not keep to the order of a schema, and what was passed over could not come later.
+        A rule's parameter has a bit for each member that has come.
+        """
+        ranked = sorted(members, key=lambda member: not members[member])
+        needed = sum(members.values())
+        rest = f"r{len(self._rules)}rest"
+        done = f"%if is_ones([0:{needed}])" if needed else ""
+        again = [
+            f"{comma} {member} BLANKS? {rest}::set_bit({i}) %if bit_clear({i})"
+            for i, member in enumerate(ranked)
+        ]
+        self.add(f"{rest}::_", " | ".join([f'"" {done}', *again]))
+        first = [f"{member} BLANKS? {rest}::{1 << i:#x}" for i, member in enumerate(ranked)]
+        return self._new(" | ".join([*([] if needed else ['""']), *first]))
 
     def text_until(self, body: str, end: str) -> str:
         """Text ``body``, a terminal, up to and with the marker ``end``."""
@@ -286,9 +315,16 @@ class _Writer:
         properties, required = _properties(tool.schema)
         begin = f"{self.marker(form.open)} {_literal(tool.name)} {self.marker(form.name_end)}"
         params = []
-        for name, prop in properties.items():
-            param = f"WS? {self._param(form, name, prop, tool)}"
-            params.append(param if name in required else f"({param})?")
+        if 0 < len(properties) <= _MOST_UNORDERED:
+            members = {
+                self._new(f"WS? {self._param(form, name, prop, tool)}"): name in required
+                for name, prop in properties.items()
+            }
+            params.append(self._any_order(members))
+        else:
+            for name, prop in properties.items():
+                param = f"WS? {self._param(form, name, prop, tool)}"
+                params.append(param if name in required else f"({param})?")
         if not properties and tool.schema.get("additionalProperties") is not False:
             value = self._text_value(form, _ANY_TEXT)
             key = f"{self.marker(form.key[0])} ANY_KEY {self._key_end(form, text=True)}"
@@ -385,6 +421,20 @@ def _properties(schema: Schema) -> tuple[dict[str, Any], frozenset[str]]:
         name: {} for name in names if isinstance(name, str) and name not in properties
     }
     return properties | undeclared, frozenset(names)
+
+
+def _is_plain_object(schema: Schema) -> bool:
+    """Declared members and nothing else: they may come in any order."""
+    properties, _ = _properties(schema)
+    known = {"type", "properties", "required", "additionalProperties"}
+    references = re.findall(r'"\$ref": "([^"]*)"', json.dumps(schema))
+    return (
+        0 < len(properties) <= _MOST_UNORDERED
+        and schema.get("type") == "object"
+        and schema.get("additionalProperties", False) is False
+        and not (schema.keys() - known) & _CONSTRAINING
+        and all(re.match(r"#/(?:\$defs|definitions)/", ref) for ref in references)
+    )
 
 
 def _rooted(prop: Any, root: Schema) -> dict[str, Any]:

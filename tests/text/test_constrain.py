@@ -283,6 +283,33 @@ def test_calls_in_free_text_obey_their_schemas(name: str, seed: int):
             validate(json.loads(arguments), SCHEMAS[called])
 
 
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "deepseek_v32", "kimi_k2"])
+def test_arguments_come_in_any_order_each_at_most_once(name: str):
+    bench, write = bench_for(name), written.TEMPLATES[name]
+    path, count, mode = ("path", "a"), ("count", 3), ("mode", "read")
+    for chosen, allowed in [
+        ([path, count, mode], True),
+        ([mode, count, path], True),
+        ([count, path], True),
+        ([mode, path], False),
+        ([], False),
+    ]:
+        call = write("", "", [("write_file", dict(chosen))]).lstrip("\n")
+        assert bench.accepts(bench.make(MUST, TOOLS), call) is allowed, chosen
+    twice = write("", "", [("write_file", {"path": "a", "path2": "a", "count": 3})])
+    call = twice.replace("path2", "path").lstrip("\n")
+    assert not bench.accepts(bench.make(MUST, TOOLS), call)
+
+
+def test_arguments_too_many_for_any_order_come_in_that_of_the_schema():
+    names = [f"p{i}" for i in range(70)]
+    many = {"type": "object", "properties": dict.fromkeys(names, S), "additionalProperties": False}
+    for bench, write in ((HERMES, written.hermes), (bench_for("glm47"), written.glm47)):
+        for chosen, allowed in (("p3", "p68"), True), (("p68", "p3"), False):
+            call = write("", "", [("f", dict.fromkeys(chosen, "x"))])
+            assert bench.accepts(bench.make(MUST, [tool("f", many)]), call) is allowed
+
+
 def test_what_a_mask_allows_can_be_accepted():
     tokens = HERMES.encode('<tool_call>\n{"name": "write_file", "arguments": {"path": "ü", "count"')
     for length in range(len(tokens)):
