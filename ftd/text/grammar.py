@@ -124,12 +124,26 @@ def not_held(markup: Markup, schema: Schema) -> tuple[str, str] | None:
         path = f"#/properties/{name}"
         if types - {"string", "null"} and not form.typed:
             return path, "text or something else: this model's calls do not tell which"
-        for keyword in ("pattern", "format", "anyOf", "oneOf", "allOf"):
-            if keyword in prop and not (types == {"string", "null"} and keyword == "anyOf"):
-                return f"{path}/{keyword}", "is not held in text arguments of this model's calls"
+        if keyword := _unheld_keyword(prop):
+            return f"{path}/{keyword}", "is not held in text arguments of this model's calls"
     return None
 
 
+def _unheld_keyword(prop: Schema) -> str | None:
+    """What is said of a text beyond its length."""
+    found = next((word for word in ("pattern", "format", "allOf") if word in prop), None)
+    for word in ("anyOf", "oneOf"):  # text or null is common
+        parts = prop.get(word)
+        for part in parts if isinstance(parts, list) else ():
+            if not isinstance(part, Mapping) or part.keys() & _ABOUT_TEXT:
+                found = found or word
+    return found
+
+
+_ABOUT_TEXT = frozenset(
+    {"$ref", "allOf", "anyOf", "const", "enum", "format", "maxLength", "minLength", "oneOf"}
+    | {"pattern"}
+)
 _CONSTRAINING = frozenset(
     {"allOf", "anyOf", "const", "enum", "maxProperties", "minProperties", "oneOf"}
     | {"patternProperties", "$ref"}

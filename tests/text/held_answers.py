@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import test_parse as written  # how the families write answers
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -15,6 +16,10 @@ from ftd.text.constrain import ConstraintCompiler
 from ftd.text.conversation import Demand, Tool
 from ftd.text.detokenize import Vocabulary
 from ftd.text.dialects import DIALECTS, Markup, Thought
+
+UNHELD = {"gemma4", "lfm2", "gemma3", "plain"}  # calls written as expressions, or none
+DIALECTS_HELD = [name for name in written.TEMPLATES if name.split()[0] not in UNHELD]
+MUST = Demand(must_call=True, choice_param="tool_choice")
 
 EOS = "<eos>"
 NO_THOUGHT = Thought()
@@ -116,3 +121,8 @@ def may_come(constraint: Constraint, token: int) -> bool:
 
 def tool(name: str, parameters: dict[str, Any], *, strict: bool = False) -> Tool:
     return Tool(name, parameters, {}, strict=strict)
+
+
+def bench_for(name: str) -> Bench:
+    """With the markers that are tokens in this family's tokenizers."""
+    return Bench(name.partition(" ")[0], list(dict.fromkeys(written.TOKENS[name])))
