@@ -6,9 +6,9 @@ cd "$(dirname "$0")/.."
 [ -x .venv/bin/python ] || python3 -m venv .venv
 # A machine without a GPU takes the CPU builds; elsewhere torch comes with its own triton.
 if command -v nvidia-smi >/dev/null 2>&1; then
-    .venv/bin/pip install -q -e '.[test]'
+    .venv/bin/pip install -q -e '.[test,clients]'
 else
-    .venv/bin/pip install -q -c constraints/cpu.txt -e '.[test,interpreter]'
+    .venv/bin/pip install -q -c constraints/cpu.txt -e '.[test,clients,interpreter]'
 fi
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .

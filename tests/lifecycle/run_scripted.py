@@ -60,8 +60,8 @@ except FtdError as error:
     print(f"ftd: error: {error}", file=sys.stderr)
     code = 1
 for thread in threading.enumerate():
-    if thread.name.startswith("ftd-text"):
-        thread.join(1)  # told to end, and not waited for, by the front end
+    if thread.name.startswith(("ftd-text", "ftd-work")):
+        thread.join(1)  # told to end, and not waited for, by the daemon; a stuck one stays
 threads = [t.name for t in threading.enumerate()]
 threads = [name for name in threads if name not in ("MainThread", "ftd-exit-guard")]
 print("threads left:", threads, file=sys.stderr)
