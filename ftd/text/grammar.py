@@ -124,8 +124,8 @@ def not_held(markup: Markup, schema: Schema) -> tuple[str, str] | None:
         path = f"#/properties/{name}"
         if types - {"string", "null"} and not form.typed:
             return path, "text or something else: this model's calls do not tell which"
-        if keyword := _unheld_keyword(prop):
-            return f"{path}/{keyword}", "is not held in text arguments of this model's calls"
+        if unheld := _unheld_keyword(prop):
+            return f"{path}/{unheld}", "is not held in text arguments of this model's calls"
     return None
 
 
