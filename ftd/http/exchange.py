@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, cast
@@ -144,6 +144,15 @@ class Story:
     status: int = 499
     answers: dict[int, list[str]] = field(default_factory=dict)  # only with --log-prompts
 
+    @property
+    def ttft_s(self) -> float | None:
+        first_s = self.generation.first_token_s if self.generation else None
+        return None if first_s is None else first_s - self.started_s
+
+    @property
+    def gaps_s(self) -> Sequence[float]:
+        return self.generation.gaps_s if self.generation else ()
+
     def facts(self) -> dict[str, Any]:
         facts: dict[str, Any] = {
             "request_id": self.request_id,
@@ -155,15 +164,14 @@ class Story:
         }
         if self.generation is not None and self.dialect is not None:
             usage = self.generation.usage()
-            first_s = self.generation.first_token_s
-            gaps = sorted(self.generation.gaps_s)
+            gaps = sorted(self.gaps_s)
             facts |= {
                 "stream": self.dialect.stream,
                 "answers": self.dialect.job.answers,
                 "prompt_tokens": usage.prompt_tokens,
                 "output_tokens": usage.completion_tokens,
                 "reused_tokens": usage.cached_tokens,
-                "ttft_ms": None if first_s is None else _ms(first_s - self.started_s),
+                "ttft_ms": None if self.ttft_s is None else _ms(self.ttft_s),
                 "itl_p50_ms": _ms(gaps[len(gaps) // 2]) if gaps else None,
                 "itl_p99_ms": _ms(gaps[len(gaps) * 99 // 100]) if gaps else None,
             }
@@ -191,7 +199,9 @@ def handler(endpoint: str, id_prefix: str, read: Reader) -> Callable[[web.Reques
             story.outcome, story.status = FtdError.code, FtdError.status
             raise
         finally:
-            front.metrics.request_finished(story)
+            front.metrics.request_finished(
+                endpoint, story.status, story.outcome, story.ttft_s, story.gaps_s
+            )
             log.info("request.finished", **story.facts())
 
     return handle

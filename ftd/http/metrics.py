@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -13,9 +12,6 @@ from ftd.engine.api import EngineStatus
 from ftd.errors import NotReady
 
 from .ports import Lifecycle
-
-if TYPE_CHECKING:
-    from .exchange import Story
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TTFT_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -93,14 +89,20 @@ class Metrics:
             registry=self._registry,
         )
 
-    def request_finished(self, story: Story) -> None:
+    def request_finished(
+        self,
+        endpoint: str,
+        status: int,
+        outcome: str,
+        ttft_s: float | None,
+        gaps_s: Sequence[float],
+    ) -> None:
         """Count one request; outcomes are a small set, so labels stay few."""
-        self._requests.labels(story.endpoint, str(story.status), story.outcome).inc()
-        generation = story.generation
-        if generation is not None and generation.first_token_s is not None:
-            self._ttft.labels(story.endpoint).observe(generation.first_token_s - story.started_s)
-            if gaps := sorted(generation.gaps_s):
-                self._gap.labels(story.endpoint).observe(gaps[len(gaps) // 2])
+        self._requests.labels(endpoint, str(status), outcome).inc()
+        if ttft_s is not None:
+            self._ttft.labels(endpoint).observe(ttft_s)
+            if gaps := sorted(gaps_s):
+                self._gap.labels(endpoint).observe(gaps[len(gaps) // 2])
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
