@@ -7,6 +7,7 @@ nothing until it is used, and closing gives everything back at once, whatever vi
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from contextlib import suppress
 from math import prod
 
@@ -17,31 +18,68 @@ from ftd.model.spec import ModelSpec
 from ftd.units import format_bytes
 
 _ALIGN_BYTES = 4096  # a page of memory: no two tensors share one
+_MOVED_AT_ONCE = 256  # pages: what is copied stands twice in memory for a moment
+# Address space beyond what is in use must not count as memory that was promised.
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # <linux/mman.h>; Python names it from 3.13 on
 
 
 class KvCache:
-    """``k[layer]`` and ``v[layer]``: [P, page_tokens, NKV, D], zero until written."""
+    """``k[layer]`` and ``v[layer]``: [P, page_tokens, NKV, D], zero until written.
+
+    Args:
+        num_pages: in use at first.
+        max_pages: address space for so many, P, if the system grants it: ``resize`` may go so far.
+    """
 
     def __init__(
-        self, spec: ModelSpec, num_pages: int, page_tokens: int, dtype: torch.dtype
+        self,
+        spec: ModelSpec,
+        num_pages: int,
+        page_tokens: int,
+        dtype: torch.dtype,
+        max_pages: int | None = None,
     ) -> None:
         self.num_pages = num_pages
         self.page_tokens = page_tokens
-        shapes = [
-            (num_pages, page_tokens, layer.attention.num_kv_heads, layer.attention.head_dim)
+        tokens = [
+            (page_tokens, layer.attention.num_kv_heads, layer.attention.head_dim)
             for layer in spec.layers
         ]
-        sizes = [_aligned(prod(shape) * dtype.itemsize) for shape in shapes]
-        self.bytes = 2 * sum(sizes)
-        self._memory = _map(self.bytes)
+        page_bytes = [prod(shape) * dtype.itemsize for shape in tokens]  # of k, and again of v
+        self.page_bytes = 2 * sum(page_bytes)
+        self._memory, self.max_pages = _map(page_bytes, num_pages, max_pages or num_pages)
+        self.bytes = len(self._memory)
         self.k: list[torch.Tensor] = []
         self.v: list[torch.Tensor] = []
+        self._parts: list[tuple[int, int]] = []  # (offset, bytes of a page) of each tensor
         offset = 0
-        for shape, size in zip(shapes, sizes, strict=True):
+        for shape, num_bytes in zip(tokens, page_bytes, strict=True):
             for tensors in (self.k, self.v):
-                flat = torch.frombuffer(self._memory, dtype=dtype, count=prod(shape), offset=offset)
-                tensors.append(flat.view(shape))
-                offset += size
+                count = self.max_pages * prod(shape)
+                flat = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset)
+                tensors.append(flat.view(self.max_pages, *shape))
+                self._parts.append((offset, num_bytes))
+                offset += _aligned(self.max_pages * num_bytes)
+
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy pages (from, to); no page is both."""
+        for at in range(0, len(moves), _MOVED_AT_ONCE):
+            sources, targets = torch.tensor(moves[at : at + _MOVED_AT_ONCE]).T
+            for tensor in (*self.k, *self.v):
+                tensor[targets] = tensor[sources]
+
+    def resize(self, num_pages: int) -> None:
+        """Use pages 0 .. ``num_pages`` - 1 from now on. Memory of the others goes back at once.
+
+        Addresses stay; what a page held that went away and came again is not defined.
+        """
+        assert 0 < num_pages <= self.max_pages, (num_pages, self.max_pages)
+        for offset, page_bytes in self._parts:
+            first = _aligned(offset + num_pages * page_bytes)
+            end = _aligned(offset + self.num_pages * page_bytes)
+            if first < end:
+                self._memory.madvise(mmap.MADV_DONTNEED, first, end - first)
+        self.num_pages = num_pages
 
     def close(self) -> None:
         """Give the memory back. Views that outlive this read zeros."""
@@ -53,15 +91,21 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
-def _map(num_bytes: int) -> mmap.mmap:
-    try:  # private: only then can madvise take pages back
-        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise BudgetExceeded(
-            f"the KV cache needs {format_bytes(num_bytes)}, the system refuses to map as much",
-            hint="use a smaller --kv-tokens",
-        ) from error
-    with suppress(OSError):  # a kernel built without huge pages knows no such advice
-        # A huge page of 2 MiB would be filled in for the first token of every layer.
-        memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return memory
+def _map(page_bytes: Sequence[int], num_pages: int, max_pages: int) -> tuple[mmap.mmap, int]:
+    """Address space for ``max_pages``, else for ``num_pages``; and for how many it is."""
+    for pages in (max_pages, num_pages):
+        size = 2 * sum(_aligned(pages * num_bytes) for num_bytes in page_bytes)
+        try:  # private: only then can madvise take pages back
+            memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        except OSError as error:
+            if pages > num_pages:
+                continue
+            raise BudgetExceeded(
+                f"the KV cache needs {format_bytes(size)}, the system refuses to map as much",
+                hint="use a smaller --kv-tokens",
+            ) from error
+        with suppress(OSError):  # a kernel built without huge pages knows no such advice
+            # A huge page of 2 MiB would be filled in for the first token of every layer.
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+        return memory, pages
+    raise AssertionError((num_pages, max_pages))

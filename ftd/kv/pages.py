@@ -81,6 +81,28 @@ class PagePool:
             self._idle -= 1
             self._free.append(page)
 
+    def resize(self, num_pages: int) -> list[tuple[int, int]]:
+        """Change the number of pages. A held page whose number goes away takes a free one's place.
+
+        Args:
+            num_pages: at least as many as are held.
+        Returns:
+            (from, to) of each page to be copied and renumbered, in any order: no page is both.
+        """
+        assert num_pages >= max(1, self.held), (num_pages, self.held)
+        free = set(self._free) | set(range(self.num_pages, num_pages))
+        leaving = [page for page in range(num_pages, self.num_pages) if page not in free]
+        staying = sorted((page for page in free if page < num_pages), reverse=True)
+        moves = [(page, staying.pop()) for page in leaving]
+        more = max(0, num_pages - self.num_pages)
+        self._users.extend([0] * more)
+        self._kept.extend(bytes(more))
+        for page, to in moves:
+            self._users[to], self._kept[to] = self._users[page], self._kept[page]
+        del self._users[num_pages:], self._kept[num_pages:]
+        self._free, self.num_pages = staying, num_pages
+        return moves
+
     def is_idle(self, page: int) -> bool:
         return self._users[page] == 0 and bool(self._kept[page])
 

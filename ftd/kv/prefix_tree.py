@@ -16,6 +16,7 @@ one piece. The tree belongs to one loaded model: KV of another model or dtype is
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple
@@ -116,6 +117,14 @@ class PrefixTree:
     def clear(self) -> int:
         """Forget all that no running sequence uses; returns the number of pages freed."""
         return self.evict(self._pool.idle)
+
+    def renumber(self, moves: Mapping[int, int]) -> None:
+        """Pages have been moved: old number → new. Tokens, users and order of use are as before."""
+        nodes = list(self._root.children.values())
+        while nodes:
+            node = nodes.pop()
+            node.pages = array("i", [moves.get(page, page) for page in node.pages])
+            nodes.extend(node.children.values())
 
     def _page_limit(self, ids: array[int], limit: int | None) -> int:
         tokens = len(ids) - 1 if limit is None else min(limit, len(ids) - 1)
