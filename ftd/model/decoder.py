@@ -43,8 +43,8 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             if observer:
                 observer.hidden(index, x)
-            x, normed = layer.mlp_norm.after(x, layer.mixer(normed, run))
-            delta = layer.mlp(normed, run)
+            x, normed = layer.mlp_norm.after(x, self._part(layer.mixer, normed, run))
+            delta = self._part(layer.mlp, normed, run)
             if index + 1 < len(self.layers):
                 x, normed = self.layers[index + 1].mixer_norm.after(x, delta)
             else:
@@ -52,4 +52,10 @@ class Decoder:
         x = self.norm(x[step.logit_rows])  # [R, H] act
         if observer:
             observer.hidden(len(self.layers), x)
-        return self.head(x)  # [R, V]
+        logits = self.head(x)  # [R, V]
+        return logits if self.spec.logit_scale == 1.0 else logits / self.spec.logit_scale
+
+    def _part(self, block: Block, normed: torch.Tensor, run: Pass) -> torch.Tensor:
+        """What a block adds to the residual stream."""
+        delta = block(normed, run)
+        return delta if self.spec.residual_scale == 1.0 else delta * self.spec.residual_scale

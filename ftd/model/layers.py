@@ -72,14 +72,19 @@ class RmsNorm:
 @dataclass(slots=True, eq=False)
 class Embedding:
     weight: torch.Tensor  # [V, H] as stored
+    scale: float = 1.0
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(ids, self.weight).float()  # [T, H]
+        x = F.embedding(ids, self.weight).float()  # [T, H]
+        return x if self.scale == 1.0 else x * self.scale
 
 
 @dataclass(slots=True, eq=False)
 class Attention:
-    """Grouped-query attention over the pages: q, k and v in one product, optional norm per head."""
+    """Grouped-query attention over the pages: q, k and v in one product.
+
+    q and k may be normed, each head by itself or all heads of a row together.
+    """
 
     ops: Ops
     spec: AttentionSpec
@@ -94,11 +99,15 @@ class Attention:
         spec, step = self.spec, run.step
         heads = spec.num_heads + 2 * spec.num_kv_heads
         k_pages, v_pages = run.kv.k[self.layer], run.kv.v[self.layer]
+        qkv = self.qkv(x)
+        norms = (self.q_norm, self.k_norm) if self.q_norm and self.k_norm else None
+        if norms and spec.qk_norm == "width":
+            qkv, norms = self._normed(qkv, *norms), None
         q = self.ops.split_heads(
-            self.qkv(x).view(-1, heads, spec.head_dim),
+            qkv.view(-1, heads, spec.head_dim),
             spec.num_heads,
-            (self.q_norm.weight, self.k_norm.weight) if self.q_norm and self.k_norm else None,
-            self.q_norm.eps if self.q_norm else 0.0,
+            (norms[0].weight, norms[1].weight) if norms else None,
+            norms[0].eps if norms else 0.0,
             run.turn(self.rotary) if self.rotary else None,
             bool(self.rotary and self.rotary.spec.interleaved),
             step.place,
@@ -117,6 +126,12 @@ class Attention:
         )
         return self.out(attended.view(-1, spec.num_heads * spec.head_dim))
 
+    def _normed(self, qkv: torch.Tensor, q_norm: RmsNorm, k_norm: RmsNorm) -> torch.Tensor:
+        """q and k normed over all their heads."""
+        kv = self.spec.num_kv_heads * self.spec.head_dim
+        q, k, v = qkv.split((self.spec.num_heads * self.spec.head_dim, kv, kv), dim=1)
+        return torch.cat((q_norm(q.contiguous()), k_norm(k.contiguous()), v), dim=1)
+
 
 @dataclass(slots=True, eq=False)
 class DenseMlp:
@@ -132,12 +147,28 @@ class DenseMlp:
 
 
 @dataclass(slots=True, eq=False)
+class SharedExpert:
+    """An expert that serves every row, with a weight of its own where it has a gate."""
+
+    mlp: DenseMlp
+    gate: Linear | None  # to one number, float32
+
+    def __call__(self, x: torch.Tensor, run: Pass) -> torch.Tensor:
+        y = self.mlp(x, run)
+        if self.gate is None:
+            return y
+        # in float64: torch's vector and scalar code differ in the last bit of a float32 exponential
+        return y * self.gate(x).double().sigmoid().float()
+
+
+@dataclass(slots=True, eq=False)
 class SparseMlp:
     """The router chooses experts for each row; ``run.experts`` computes and adds them."""
 
     spec: MoeSpec
     layer: int
     router: Linear  # float32 out: rounding logits to act would only make ties
+    shared: SharedExpert | None = None
 
     def __call__(self, x: torch.Tensor, run: Pass) -> torch.Tensor:
         ids, weights = self.router.ops.route(
@@ -145,4 +176,5 @@ class SparseMlp:
         )
         if run.observer:
             run.observer.routed(self.layer, ids, weights)
-        return run.experts.forward(self.layer, x, ids, weights)
+        routed = run.experts.forward(self.layer, x, ids, weights)
+        return routed if self.shared is None else routed + self.shared(x, run)

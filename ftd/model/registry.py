@@ -8,11 +8,22 @@ from typing import Any
 from ftd.errors import CheckpointError, UnsupportedModel
 
 from .architecture import Architecture
+from .granitemoe import GraniteMoe
+from .mixtral import Mixtral
+from .olmoe import Olmoe
+from .qwen2_moe import Qwen2Moe
 from .qwen3_moe import Qwen3Moe
 
+_FAMILIES: tuple[Architecture, ...] = (
+    GraniteMoe(),
+    Mixtral(),
+    Olmoe(),
+    Qwen2Moe(),
+    Qwen3Moe(),
+)
 ARCHITECTURES: dict[str, Architecture] = {
     model_type: architecture
-    for architecture in (Qwen3Moe(),)
+    for architecture in _FAMILIES
     for model_type in architecture.model_types
 }
 

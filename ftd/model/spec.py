@@ -8,6 +8,7 @@ a token, I expert inner size, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +27,27 @@ class AttentionSpec:
     head_dim: int
     rope: RopeSpec | None
     softmax_scale: float
-    qk_norm: bool = False
-    bias: bool = False
+    qk_norm: Literal["head", "width"] | None = None  # over each head, or all heads together
+    bias: bool = False  # of q, k and v
+    out_bias: bool = False
     window: int | None = None  # a query at p sees keys p - window + 1 .. p; None: all up to p
+    gated: bool = False  # each channel of the result is weighted by a sigmoid of the input
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSpec:
+    """A gated delta net: a state of fixed size stands for all tokens before."""
+
+    num_key_heads: int
+    num_value_heads: int  # a multiple: each key head serves as many consecutive value heads
+    key_dim: int  # of a head
+    value_dim: int
+    conv_width: int  # tokens that the causal convolution before it sees
+
+    @property
+    def channels(self) -> int:
+        """Of q, k and v together, as the convolution sees them."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +56,32 @@ class DenseSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedSpec:
+    """An expert that serves every token."""
+
+    inner: int
+    gated: bool  # its part is weighted by the sigmoid of one more row of the input
+
+
+@dataclass(frozen=True, slots=True)
 class MoeSpec:
     num_experts: int
     experts_per_token: int
     inner: int  # I
     normalise_topk: bool
+    shared: SharedSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    attention: AttentionSpec
+    mixer: AttentionSpec | DeltaSpec  # what mixes along the sequence
     mlp: DenseSpec | MoeSpec
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The mixer of a layer that attends."""
+        assert isinstance(self.mixer, AttentionSpec), self.mixer
+        return self.mixer
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +95,25 @@ class ModelSpec:
     context: int  # longest sequence the positions were trained for, in tokens
     eos_ids: tuple[int, ...]
     dtype: str = "bfloat16"  # "float16", "float32": what the model was published to compute in
+    embedding_scale: float = 1.0  # factor on the embedding of a token
+    residual_scale: float = 1.0  # factor on what a block adds to the residual stream
+    logit_scale: float = 1.0  # divisor of the logits
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
         return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.mlp, MoeSpec))
 
     @property
+    def attention_layers(self) -> tuple[AttentionSpec, ...]:
+        """Those that keep keys and values, in the order of the KV cache."""
+        return tuple(x.mixer for x in self.layers if isinstance(x.mixer, AttentionSpec))
+
+    @property
+    def delta_layers(self) -> tuple[DeltaSpec, ...]:
+        """Those that keep a state, in the order of the state cache."""
+        return tuple(x.mixer for x in self.layers if isinstance(x.mixer, DeltaSpec))
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values of one token over all layers, at two bytes a number."""
-        return sum(4 * a.attention.num_kv_heads * a.attention.head_dim for a in self.layers)
+        return sum(4 * a.num_kv_heads * a.head_dim for a in self.attention_layers)

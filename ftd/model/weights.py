@@ -21,7 +21,7 @@ class DenseWeights:
         self, tensors: MutableMapping[str, torch.Tensor], ops: Ops, dtype: torch.dtype, eps: float
     ) -> None:
         self._tensors = tensors
-        self._ops = ops
+        self.ops = ops
         self._dtype = dtype
         self._eps = eps
         self.device = next(iter(tensors.values())).device
@@ -32,7 +32,7 @@ class DenseWeights:
     def linear(self, name: str, out_dtype: torch.dtype | None = None) -> Linear:
         """``name.weight``, and ``name.bias`` where the model has one."""
         bias = self._tensors.pop(f"{name}.bias", None)
-        return Linear(self._ops, self.tensor(f"{name}.weight"), bias, out_dtype)
+        return Linear(self.ops, self.tensor(f"{name}.weight"), bias, out_dtype)
 
     def fused(self, names: Sequence[str]) -> Linear:
         """Several matrices of the same input as one, their rows one after another."""
@@ -40,10 +40,10 @@ class DenseWeights:
         biases = [part.bias for part in parts if part.bias is not None]
         assert len(biases) in (0, len(parts)), names
         weight = torch.cat([part.weight for part in parts])
-        return Linear(self._ops, weight, torch.cat(biases) if biases else None)
+        return Linear(self.ops, weight, torch.cat(biases) if biases else None)
 
     def norm(self, name: str) -> RmsNorm:
-        return RmsNorm(self._ops, self.tensor(f"{name}.weight").float(), self._eps, self._dtype)
+        return RmsNorm(self.ops, self.tensor(f"{name}.weight").float(), self._eps, self._dtype)
 
     def finish(self) -> None:
         assert not self._tensors, sorted(self._tensors)

@@ -1,56 +1,29 @@
-"""Runs a model without an engine: files read whole, pages in a fixed shuffle, experts at hand."""
+"""Runs a model without an engine: pages in a fixed shuffle, every expert at hand."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
-from ftd.kernels.formats import FORMATS, RECORD_ALIGN_BYTES, ExpertLayout, expert_layout
+from ftd.checkpoint.headers import check, read_checkpoint
+from ftd.checkpoint.load import load_weights
+from ftd.experts.host_pool import HostPool
 from ftd.kernels.ops import Ops
 from ftd.kv.cache import KvCache
-from ftd.model.architecture import Architecture
 from ftd.model.registry import architecture_for
-from ftd.model.spec import ModelSpec
 from ftd.model.step import StepInput
 
 
 class PlainExperts:
-    """Every expert's record in one buffer; nothing is ever a miss."""
+    """Every expert's record in the host pool; nothing is ever a miss."""
 
-    def __init__(
-        self,
-        architecture: Architecture,
-        spec: ModelSpec,
-        tensors: Mapping[str, torch.Tensor],
-        ops: Ops,
-    ) -> None:
-        self._ops = ops
-        self._address: dict[int, torch.Tensor] = {}
-        mlp = spec.layers[spec.moe_layers[0]].mlp
-        self._layout: ExpertLayout = expert_layout(FORMATS["bf16"], spec.hidden, mlp.inner)
-        size = self._layout.record_bytes
-        count = len(spec.moe_layers) * mlp.num_experts
-        self._memory = torch.zeros(count * size + RECORD_ALIGN_BYTES, dtype=torch.uint8)
-        start = -self._memory.data_ptr() % RECORD_ALIGN_BYTES
-        for layer in spec.moe_layers:
-            addresses = []
-            for expert in range(mlp.num_experts):
-                parts = architecture.expert_parts(spec, layer, expert)
-                flat = torch.cat(
-                    [tensors[parts[p].tensor].flatten() for p in ("gate", "up", "down")]
-                )
-                flat = flat.view(torch.uint8)
-                self._memory[start : start + len(flat)] = flat
-                addresses.append(self._memory.data_ptr() + start)
-                start += size
-            self._address[layer] = torch.tensor(addresses)
+    def __init__(self, pool: HostPool, ops: Ops) -> None:
+        self._pool, self._ops = pool, ops
 
     def forward(self, layer, x, ids, weights):
-        return self._ops.moe(x, ids, weights, self._address[layer], self._layout)
+        return self._ops.moe(x, ids, weights, self._pool.addresses(layer), self._pool.layout)
 
 
 class Recorder:
@@ -85,16 +58,16 @@ class LoneModel:
         page_tokens: int = 16,
         capacity: int = 256,  # tokens of a sequence
     ) -> None:
-        config = json.loads((directory / "config.json").read_text())
-        architecture = architecture_for(config)
-        self.spec = architecture.spec(config)
-        tensors: dict[str, torch.Tensor] = {}
-        for file in directory.glob("model*.safetensors"):
-            tensors |= load_file(file)
-        shapes = architecture.dense_tensors(self.spec)
-        dense = {name: tensors[name] for name in shapes}
-        assert {n: tuple(t.shape) for n, t in dense.items()} == shapes
-        self.experts = PlainExperts(architecture, self.spec, tensors, ops)
+        checkpoint = read_checkpoint(directory)
+        architecture = architecture_for(checkpoint.config)
+        self.spec = architecture.spec(checkpoint.config)
+        layout = check(checkpoint, architecture, self.spec)
+        layers = self.spec.moe_layers
+        pool = HostPool(len(layers), self.spec.layers[layers[0]].mlp.num_experts, layout, layers)
+        self.experts = PlainExperts(pool, ops)
+        dense = load_weights(
+            checkpoint, architecture, self.spec, pool, lambda done, total: None, lambda: False
+        )
         self.model = architecture.build(self.spec, dense, ops, dtype)
         assert not dense  # build takes everything
         pages = -(-capacity // page_tokens)
