@@ -1,0 +1,27 @@
+"""The tool that times streams counts every token of every API, and sees the memory it asks for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOL = Path(__file__).parents[2] / "tools" / "bench_streams.py"
+
+
+def run(*flags: str) -> str:
+    done = subprocess.run(
+        [sys.executable, TOOL, *flags], check=False, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_every_api_is_timed_and_memory_read():
+    said = run("--streams=3", "--rate=1000", "--tokens=40", "--rounds=1")
+    for api in ("chat", "messages", "responses", "bare"):
+        assert f"\n{api} " in said
+    assert "second half: " in run("--prompts=80")
