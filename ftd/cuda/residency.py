@@ -22,10 +22,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from ftd.errors import BudgetExceeded
 from ftd.experts import policy
 from ftd.experts.host_pool import HostPool
 from ftd.experts.runtime import DECODE_TOKENS, ExpertCounters, ResidencyMap
-from ftd.experts.slots import EMPTY, SlotTable
+from ftd.experts.slots import EMPTY, Resized, SlotTable
 from ftd.experts.split import Allowance
 from ftd.experts.trace import TraceRecorder
 from ftd.kernels.formats import ExpertLayout
@@ -286,6 +287,51 @@ class CudaExperts:
         if self._dirty:
             self._publish()
         self._begin_step()
+
+    def resize(self, num_slots: int) -> Resized:
+        """Change the number of slots, with no step in flight. Nothing is read from the host pool.
+
+        Raises:
+            BudgetExceeded: the GPU has no more memory, or kernels cannot read what would have no
+                slot; nothing has changed then.
+        """
+        assert not self._num_tokens, "a step is running"
+        if not self.pinned and self._num_staging == 0 and num_slots < self._moe_experts:
+            raise BudgetExceeded(
+                f"{num_slots} of {self._moe_experts} experts would have slots, and kernels cannot "
+                "read the others: the host pool is not registered",
+                hint="raise the limit on locked memory (ulimit -l) and start ftd again",
+            )
+        size, were = self._layout.record_bytes, self._table.num_slots
+        if self._copies is not None:
+            torch.cuda.synchronize(self._device)  # fills write slots, and steps read them
+        landed = self._land()
+        if num_slots > were:
+            self._slots.resize(num_slots * size)  # may be refused
+            self._slot_bytes = self._slots.bytes()
+        resized = self._table.resize(num_slots, policy.value(self._state, self._tuning))
+        for key in resized.evicted:
+            self._address.reshape(-1)[key] = self._host.reshape(-1)[key]
+        for key, source, target in resized.moves:
+            self._record(target).copy_(self._record(source))
+            self._address.reshape(-1)[key] = self._slots.address + target * size
+        self._publish()
+        if num_slots < were:
+            if self._copies is not None:
+                torch.cuda.synchronize(self._device)  # moved, and the table names no old place
+            self._slots.resize(num_slots * size)
+            self._slot_bytes = self._slots.bytes()
+        self._step = replace(self._step, evicted=len(resized.evicted))
+        self._plan = self._decide(np.zeros(self._host.shape, bool), 0)
+        if not self.all_resident:
+            self._carry_out(self._plan)
+        self._count(landed)
+        self._begin_step()
+        return resized
+
+    def _record(self, slot: int) -> torch.Tensor:
+        size = self._layout.record_bytes
+        return self._slot_bytes[slot * size : (slot + 1) * size]
 
     def _decide(self, used: np.ndarray, wanted: int) -> policy.Plan:
         table = self._table

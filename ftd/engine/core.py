@@ -32,6 +32,7 @@ from ftd.engine.runner import Runner, StepResult
 from ftd.engine.sampling import Draw, SamplingState, token_logprob
 from ftd.errors import ConstraintFailed, EngineFailed
 from ftd.experts.runtime import ExpertCounters
+from ftd.experts.slots import Resized
 from ftd.kv.cache import KvCache
 from ftd.kv.pages import PagePool
 from ftd.kv.prefix_tree import PrefixTree
@@ -58,6 +59,7 @@ class Totals:
     finished: int = 0
     cancelled: int = 0
     failed: int = 0
+    preempted: int = 0
 
 
 @dataclass(slots=True)
@@ -92,6 +94,7 @@ class StepExperts(Experts, Protocol):
 
     def safe_point(self) -> None: ...
     def abandon_step(self) -> None: ...
+    def resize(self, num_slots: int) -> Resized: ...
     def counters(self) -> ExpertCounters: ...
 
 
@@ -171,6 +174,29 @@ class EngineCore:
     def request_ids(self) -> list[str]:
         return [*self._running, *self._waiting]
 
+    def running(self) -> list[Sequence]:
+        """Oldest first."""
+        return sorted((a.sequence for a in self._running.values()), key=lambda s: s.arrival)
+
+    def longest_tokens(self) -> int:
+        """Of any request in the engine, prompt and output so far."""
+        unfinished = (*self._running.values(), *self._waiting.values())
+        return max((len(a.sequence.ids) for a in unfinished), default=0)
+
+    def preempt(self, key: str) -> None:
+        """Back to waiting; what it has computed stays cached while there is room."""
+        victim = self._running.pop(key)
+        self._give_back(victim.sequence)
+        victim.scores.clear()
+        self._waiting[key] = victim
+        self.totals.preempted += 1
+        log.info("sequence.preempted", request=key, tokens=len(victim.sequence.ids))
+
+    def settle(self) -> list[Output]:
+        """Finish what was launched ahead: nothing is in flight afterwards."""
+        step, self._ahead = self._ahead, None
+        return self._complete(step, self._clock()) if step else []
+
     def close(self) -> None:
         self._close()
 
@@ -206,6 +232,9 @@ class EngineCore:
         self._ahead = None
         if any(self._is_live(answering) for answering, _ in step.runs):
             self._ahead = self._launch_ahead(step)
+        return self._complete(step, began_s)
+
+    def _complete(self, step: Launched, began_s: float) -> list[Output]:
         draws = step.result.draws()
         self.experts.safe_point()
         outputs = self._commit(step, draws)
@@ -242,7 +271,7 @@ class EngineCore:
         rows = [answering for answering, _ in step.runs]
         if len(rows) != len(self._running) or not all(self._is_live(a) for a in rows):
             return None
-        going = [a.sequence.output_tokens + 1 < a.request.max_tokens for a in rows]
+        going = [a.sequence.output_tokens + 1 < self._most_output(a.sequence) for a in rows]
         if not any(going) or self.pages.free < sum(going):  # at most one new page a row
             return None
         if self._fault != NO_FAULT:
@@ -288,11 +317,7 @@ class EngineCore:
 
     def _carry_out(self, plan: StepPlan) -> None:
         for key in plan.preempt:
-            victim = self._running.pop(key)
-            self._give_back(victim.sequence)
-            victim.scores.clear()
-            self._waiting[key] = victim
-            log.info("sequence.preempted", request=key, tokens=len(victim.sequence.ids))
+            self.preempt(key)
         for key in plan.admit:
             answering = self._running[key] = self._waiting.pop(key)
             sequence = answering.sequence
@@ -417,7 +442,12 @@ class EngineCore:
             return Finish.EOS
         if token in request.stop_ids:
             return Finish.STOP
-        return Finish.LENGTH if sequence.output_tokens >= request.max_tokens else None
+        return Finish.LENGTH if sequence.output_tokens >= self._most_output(sequence) else None
+
+    def _most_output(self, sequence: Sequence) -> int:
+        """Tokens that were asked for, or that the pool has room for since it has become smaller."""
+        room = self.pages.num_pages * self.kv.page_tokens - sequence.prompt_tokens
+        return min(sequence.request.max_tokens, room)
 
     def _keep(self, sequence: Sequence) -> None:
         """Let the prefix tree have what is computed so far."""

@@ -216,7 +216,8 @@ def _on_cpu(
     dtype = getattr(torch, act_dtype(config, spec))
     ops = _ops(config, pool, undo)
     model = prepared.architecture.build(spec, weights, ops, dtype)
-    kv = KvCache(spec, plan.num_pages, plan.page_tokens, dtype)
+    most_pages = prepared.machine.total_bytes * plan.num_pages // plan.kv_bytes
+    kv = KvCache(spec, plan.num_pages, plan.page_tokens, dtype, max(plan.num_pages, most_pages))
     undo.callback(kv.close)
     experts = ExpertRuntime(spec, prepared.layout, pool, ops, plan.num_slots)
     undo.callback(experts.close)

@@ -71,6 +71,9 @@ class CountingCore:
                 del self.left[name]
         return outputs
 
+    def settle(self) -> list[Output]:
+        return []
+
     def status(self) -> EngineStatus:
         return EngineStatus(running=len(self.left))
 

@@ -1,0 +1,118 @@
+"""The contract under changing budgets: equal tokens while pages and slots come and go."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from driving import Answer, answer_all, check_pages, engine_core, request
+from test_contract import ORACLES, comparable, prompts, requests
+
+from ftd.engine.core import EngineCore
+from ftd.engine.resize import Resizing, resize
+from ftd.errors import BudgetExceeded
+
+MODEL = ORACLES / "qwen3_moe"
+PAGES = 40
+LEAST_PAGES = 13  # the longest request alone needs 12
+
+
+def num_experts() -> int:
+    config = json.loads((MODEL / "config.json").read_text())
+    return config["num_hidden_layers"] * config["num_experts"]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, tuple]:
+    """Each request by itself on an engine whose cache is empty."""
+    found: dict[str, tuple] = {}
+    with engine_core(MODEL, max_running=1, prefill_chunk=256) as core:
+        for one in requests():
+            core.tree.clear()
+            found |= comparable(answer_all(core, [one]))
+    return found
+
+
+def check_slots(core: EngineCore, slots: int) -> None:
+    status = core.status()
+    assert status.slots_used <= status.slots_total == slots
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_tokens_are_equal_while_pages_and_slots_come_and_go(alone, seed):
+    rng = random.Random(seed)
+    done: list[Resizing] = []
+    slots, pages = 9, PAGES
+    with engine_core(
+        MODEL, num_pages=PAGES, max_running=6, prefill_chunk=24, expert_slots=slots
+    ) as core:
+        answers = {one.request_id: Answer() for one in requests()}
+        arriving = list(requests())
+        while arriving or core.has_work():
+            if arriving and rng.random() < 0.5:
+                core.add(arriving.pop(0))
+            if rng.random() < 0.3:
+                pages = rng.choice([LEAST_PAGES, 17, 25, PAGES, 3 * PAGES])
+                slots = rng.choice([0, 1, 9, num_experts()])
+                done.append(resize(core, pages, slots))
+            if core.has_work():
+                for output in core.step():
+                    answers[output.request_id].take(output)
+            check_pages(core)
+            check_slots(core, slots)
+        assert core.status().pages_total == pages
+        assert core.status().pages_held == core.status().pages_cached
+    assert comparable(answers) == alone
+    assert sum(r.pages_moved for r in done) and sum(r.experts_evicted for r in done)
+
+
+def test_the_youngest_gives_way_and_continues(alone):
+    long = [one for one in requests() if len(one.prompt_ids) >= 90]
+    with engine_core(MODEL, num_pages=PAGES, max_running=4, prefill_chunk=256) as core:
+        for one in long:
+            core.add(one)
+        answers = {one.request_id: Answer() for one in long}
+        for output in core.step():
+            answers[output.request_id].take(output)
+        done = resize(core, LEAST_PAGES, 0)
+        assert done.preempted >= 1
+        assert long[0].request_id in {s.key for s in core.running()}
+        while core.has_work():
+            for output in core.step():
+                answers[output.request_id].take(output)
+    assert comparable(answers) == {name: alone[name] for name in answers}
+
+
+def test_what_fits_of_the_prefix_cache_is_kept(alone):
+    prompt = prompts(1)["r8"]
+    with engine_core(MODEL, num_pages=PAGES, max_running=4, prefill_chunk=256) as core:
+        answer_all(core, [request("old", [3] * 200, 2), request("new", prompt, 4)])
+        cached = core.status().pages_cached
+        done = resize(core, LEAST_PAGES, 0)
+        assert done.pages_evicted == cached - LEAST_PAGES > 0
+        again = answer_all(core, [request("again", prompt, 4)])["again"]
+    assert again.reused == (len(prompt) - 1) // 16 * 16
+
+
+def test_a_pool_smaller_than_a_request_is_refused_and_nothing_changes():
+    with engine_core(MODEL, num_pages=PAGES, max_running=4, prefill_chunk=24) as core:
+        core.add(request("long", [3] * 200, 4))
+        before = core.status().pages_free
+        with pytest.raises(BudgetExceeded, match=r"200 tokens.* 192") as refused:
+            resize(core, 12, 0)
+        assert "--kv-tokens 208" in refused.value.hint
+        assert (core.status().pages_total, core.status().pages_free) == (PAGES, before)
+        done = resize(core, 13, 0)
+        assert done.pages == 13
+
+
+def test_an_answer_ends_with_the_pool_that_became_smaller(alone):
+    with engine_core(MODEL, num_pages=PAGES, max_running=4, prefill_chunk=256) as core:
+        core.add(request("one", [3] * 100, 500))
+        core.step()
+        resize(core, 8, 0)
+        tokens = 1
+        while core.has_work():
+            tokens += sum(len(output.tokens) for output in core.step())
+    assert 100 + tokens == 8 * 16
