@@ -17,7 +17,8 @@ from typing import Protocol
 
 import torch
 
-from .formats import ExpertLayout
+from .activation import SILU, Activation
+from .formats import ExpertLayout, PackedMatrix
 
 
 class Ops(Protocol):
@@ -26,7 +27,7 @@ class Ops(Protocol):
     def linear(
         self,
         x: torch.Tensor,  # [T, K] act, contiguous
-        weight: torch.Tensor,  # [O, K] bf16, f16 or f32, contiguous
+        weight: torch.Tensor | PackedMatrix,  # [O, K], a tensor contiguous: bf16, f16 or f32
         bias: torch.Tensor | None = None,  # [O] any float
         out_dtype: torch.dtype | None = None,  # default: x.dtype
     ) -> torch.Tensor:  # [T, O]
@@ -40,11 +41,13 @@ class Ops(Protocol):
         weights: torch.Tensor,  # [T, K] float32
         address: torch.Tensor,  # [E] int64: where each expert's record lies (host pool or slot)
         layout: ExpertLayout,
+        activation: Activation = SILU,
     ) -> torch.Tensor:  # [T, H] float32
-        """Σ_k weights[t, k] · down(silu(gate x) · up x), summed in the order of k.
+        """Σ_k weights[t, k] · down(activation(gate x, up x)), summed in the order of k.
 
-        Each distinct expert is read once. Rounding points: x and h = silu(gate x) · up x in act,
-        everything else in float32.
+        gate, up and down add their biases where the layout has some. Each distinct expert is read
+        once. Rounding points: x and h = activation(gate x, up x) in act, everything else in
+        float32.
         """
         ...
 

@@ -22,8 +22,10 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
+from . import decode
+from .activation import SILU, Activation
 from .composed import ComposedOps
-from .formats import ExpertLayout
+from .formats import ExpertLayout, MatrixLayout, PackedMatrix
 
 BLOCK_ROWS = 8  # rows of one matrix product: a compromise between decode (1) and prefill (many)
 SLICE_BYTES = 1 << 20  # widened weights at a time: stays in a core's second-level cache
@@ -37,7 +39,7 @@ class TorchOps(ComposedOps):
     def linear(
         self,
         x: torch.Tensor,  # [T, K] act
-        weight: torch.Tensor,  # [O, K]
+        weight: torch.Tensor | PackedMatrix,  # [O, K]
         bias: torch.Tensor | None = None,  # [O]
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:  # [T, O]
@@ -53,6 +55,7 @@ class TorchOps(ComposedOps):
         weights: torch.Tensor,  # [T, K] float32
         address: torch.Tensor,  # [E] int64
         layout: ExpertLayout,
+        activation: Activation = SILU,
     ) -> torch.Tensor:  # [T, H] float32
         routes: dict[int, list[tuple[int, int]]] = {}  # expert → its (row, k)
         for row, chosen in enumerate(ids.tolist()):
@@ -62,7 +65,7 @@ class TorchOps(ComposedOps):
         y = torch.zeros(*ids.shape, layout.hidden)  # [T, K, H]: one output per route
         for expert, pairs in routes.items():
             rows, ks = torch.tensor(pairs).unbind(1)
-            y[rows, ks] = _expert(x[rows], expert_matrices(int(address[expert]), layout))
+            y[rows, ks] = _expert(x[rows], int(address[expert]), layout, activation)
         out = torch.zeros(x.shape[0], layout.hidden)
         for k in range(ids.shape[1]):  # in the order of k: the sum is part of the contract
             out += weights[:, k, None] * y[:, k]
@@ -135,57 +138,68 @@ class TorchOps(ComposedOps):
         return (F.silu(gate.double()).float() * up.float()).to(gate.dtype)
 
 
+def record_at(address: int, layout: ExpertLayout) -> torch.Tensor:  # [record_bytes] uint8
+    """The record there, as a view that does not keep it alive; the caller owns it."""
+    memory = (ctypes.c_uint8 * layout.record_bytes).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
 def expert_matrices(
     address: int, layout: ExpertLayout
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """gate [I, H], up [I, H] and down [H, I] of the record at ``address``: views, no copy.
+    """gate [I, H], up [I, H] and down [H, I] of the record at ``address``.
 
-    The views do not keep the record alive; the caller owns it.
+    Unscaled ones are views, no copies, and do not keep the record alive.
     """
-    record = (ctypes.c_uint8 * layout.record_bytes).from_address(address)
-    inner, hidden = layout.inner, layout.hidden
-
-    def matrix(offset: int, rows: int, columns: int) -> torch.Tensor:
-        flat = torch.frombuffer(
-            record, dtype=layout.format.dtype, count=rows * columns, offset=offset
-        )
-        return flat.view(rows, columns)
-
-    return (
-        matrix(layout.gate_offset, inner, hidden),
-        matrix(layout.up_offset, inner, hidden),
-        matrix(layout.down_offset, hidden, inner),
-    )
+    record = record_at(address, layout)
+    gate, up, down = (decode.decode_rows(m, record, 0, m.rows) for m in layout.matrices.values())
+    return gate, up, down
 
 
 def _expert(
     x: torch.Tensor,  # [T, H] act
-    matrices: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    address: int,
+    layout: ExpertLayout,
+    activation: Activation,
 ) -> torch.Tensor:  # [T, H] float32
-    """down(silu(gate x) · up x), with h rounded to act."""
-    gate, up, down = matrices
-    wide = x.float()
-    h = F.silu(_matmul(wide, gate).double()).float() * _matmul(wide, up)  # [T, I]
-    return _matmul(h.to(x.dtype).float(), down)
+    """down(activation(gate x, up x)), with h rounded to act."""
+    record = record_at(address, layout)
+
+    def product(x: torch.Tensor, matrix: MatrixLayout) -> torch.Tensor:
+        y = _matmul(x.float(), PackedMatrix(matrix, record))
+        bias = decode.bias(matrix, record)
+        return y if bias is None else y + bias
+
+    h = activate(product(x, layout.gate), product(x, layout.up), activation)  # [T, I]
+    return product(h.to(x.dtype), layout.down)
+
+
+def activate(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """h in float32, of float32; see ``Activation``."""
+    limit, alpha = activation.limit, activation.alpha
+    g = gate.clamp(max=limit)
+    silu = F.silu(g.double() * alpha) / alpha  # g · sigmoid(alpha · g)
+    return silu.float() * (up.clamp(-limit, limit) + activation.shift)
 
 
 def _matmul(
     x: torch.Tensor,  # [T, K] float32
-    weight: torch.Tensor,  # [O, K] any float
+    weight: torch.Tensor | PackedMatrix,  # [O, K] any float
 ) -> torch.Tensor:  # [T, O] float32
     """x Wᵀ in blocks of fixed shape: see the head of this file."""
-    rows, columns = x.shape
+    (rows, columns), outputs = x.shape, weight.shape[0]
     blocks = F.pad(x, (0, 0, 0, -rows % BLOCK_ROWS)).view(-1, BLOCK_ROWS, columns)
-    out = torch.empty(len(blocks), BLOCK_ROWS, weight.shape[0])
+    out = torch.empty(len(blocks), BLOCK_ROWS, outputs)
     slice_rows = max(1, SLICE_BYTES // (4 * columns))
-    widened = torch.empty(min(slice_rows, weight.shape[0]), columns)
-    for start in range(0, weight.shape[0], slice_rows):
-        part = weight[start : start + slice_rows]
-        if part.dtype != torch.float32:
-            part = widened[: len(part)].copy_(part)
+    for start in range(0, outputs, slice_rows):
+        end = min(start + slice_rows, outputs)
+        if isinstance(weight, PackedMatrix):
+            part = decode.decode_rows(weight.layout, weight.data, start, end).float()
+        else:
+            part = weight[start:end].float()
         for block, result in zip(blocks, out, strict=True):
-            result[:, start : start + slice_rows] = block @ part.T
-    return out.view(-1, weight.shape[0])[:rows]
+            result[:, start:end] = block @ part.T
+    return out.view(-1, outputs)[:rows]
 
 
 def _rows_of_sequences(sequence: torch.Tensor) -> Iterator[tuple[int, list[int]]]:

@@ -153,7 +153,7 @@ def check_moe_paths(
     empty = torch.zeros_like(slots.bytes)
     fill = torch.arange(len(empty)) * layout.record_bytes + empty.data_ptr()
     fill[::2] = 0
-    filled = ops.moe(x, ids, weights, pool.address.cuda(), layout, fill.cuda())
+    filled = ops.moe(x, ids, weights, pool.address.cuda(), layout, fill=fill.cuda())
     alone = [
         ops.moe(x[t : t + 1], ids[t : t + 1], weights[t : t + 1], slots.address.cuda(), layout)
         for t in range(len(x))

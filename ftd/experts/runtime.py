@@ -97,6 +97,7 @@ class ExpertRuntime:
         self._layers, self._num_experts = spec.moe_layers, mlp.num_experts
         self._row = {layer: row for row, layer in enumerate(self._layers)}
         self._layout, self._pool, self._ops = layout, host_pool, ops
+        self._activation = mlp.activation
         self._fetch_of = fetch_of if fetch_of is not None else range(self._num_experts + 1)
         self._allowance, self._tuning = allowance, tuning or policy.Tuning()
         self._host = np.stack([host_pool.addresses(layer).numpy() for layer in self._layers])
@@ -126,7 +127,7 @@ class ExpertRuntime:
             self._trace.add(row, ids.numpy())
         if self._table.num_slots:
             self._route(row, ids.numpy())
-        return self._ops.moe(x, ids, weights, self._rows[row], self._layout)
+        return self._ops.moe(x, ids, weights, self._rows[row], self._layout, self._activation)
 
     def _route(self, row: int, ids: np.ndarray) -> None:
         """Count hits and misses of one layer, and store the misses that are worth a slot."""

@@ -17,12 +17,18 @@ from .step import StepInput
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Where one matrix of an expert lies in the files."""
+    """Where one matrix of an expert, or a bias, lies in the files.
+
+    Named and shaped as in a checkpoint of plain numbers. ``ftd.checkpoint.stored`` knows how
+    quantised ones spell the same matrix.
+    """
 
     tensor: str  # name in the checkpoint
     shape: tuple[int, ...]  # of that whole tensor, as stored
     index: int | None = None  # leading index, where experts are stacked
     rows: tuple[int, int] | None = None  # [begin, end) rows of it, where gate and up are fused
+    step: int = 1  # every so many of these rows, where gate and up take turns
+    transposed: bool = False  # plain numbers lie as [in, out]: its rows are their columns
 
 
 class Experts(Protocol):
@@ -79,7 +85,11 @@ class Architecture(Protocol):
         ...
 
     def expert_parts(self, spec: ModelSpec, layer: int, expert: int) -> dict[str, Part]:
-        """The parts "gate", "up" and "down" of one expert."""
+        """The parts "gate", "up" and "down" of one expert.
+
+        With ``MoeSpec.bias`` also "gate_bias", "up_bias" and "down_bias", whose shape has no
+        columns.
+        """
         ...
 
     def ignored(self, name: str) -> bool:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ftd.kernels.activation import SILU, Activation
+
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
@@ -70,6 +72,8 @@ class MoeSpec:
     inner: int  # I
     normalise_topk: bool
     shared: SharedSpec | None = None
+    activation: Activation = SILU  # of routed experts
+    bias: bool = False  # routed experts add one to gate, up and down
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +116,11 @@ class ModelSpec:
     def delta_layers(self) -> tuple[DeltaSpec, ...]:
         """Those that keep a state, in the order of the state cache."""
         return tuple(x.mixer for x in self.layers if isinstance(x.mixer, DeltaSpec))
+
+    def place(self, layer: int) -> int:
+        """The index of a layer's mixer among those of its kind."""
+        kind = type(self.layers[layer].mixer)
+        return sum(isinstance(x.mixer, kind) for x in self.layers[:layer])
 
     @property
     def kv_bytes_per_token(self) -> int:

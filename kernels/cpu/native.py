@@ -20,8 +20,9 @@ import torch
 
 from ftd.errors import ConfigError
 
+from ..activation import SILU, Activation
 from ..composed import ComposedOps
-from ..formats import FORMATS, ExpertLayout
+from ..formats import FORMATS, ExpertLayout, PackedMatrix
 from .topology import Node, default_threads, discover_nodes, place_threads, usable_cores
 
 ABI = 1
@@ -256,10 +257,11 @@ class NativeOps(ComposedOps):
     def linear(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | PackedMatrix,
         bias: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
+        assert isinstance(weight, torch.Tensor), "scaled formats: TorchOps"
         T, K = x.shape
         O, inputs = weight.shape  # noqa: E741
         assert inputs == K, (x.shape, weight.shape)
@@ -293,7 +295,9 @@ class NativeOps(ComposedOps):
         weights: torch.Tensor,
         address: torch.Tensor,
         layout: ExpertLayout,
+        activation: Activation = SILU,
     ) -> torch.Tensor:
+        assert layout.plain and activation == SILU, "scaled formats: TorchOps"
         (T, H), (rows, K) = x.shape, ids.shape
         assert layout.hidden == H and rows == T and weights.shape == ids.shape, (x.shape, ids.shape)
         assert (ids.dtype, weights.dtype, address.dtype) == (

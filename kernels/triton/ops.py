@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import torch
 
-from ..formats import ExpertLayout
+from ..activation import SILU, Activation
+from ..formats import ExpertLayout, PackedMatrix
 from . import attention, linear, moe_decode, moe_prefill, norms, route
 from .moe_decode import Tuning
+
+UNSCALED_ONLY = "a model with scaled formats, biases or another activation was planned for a GPU"
 
 # A float32 copy of a larger weight matrix is made in slices of this size.
 SLICE_BYTES = 64 << 20
@@ -35,10 +38,11 @@ class CudaOps:
     def linear(
         self,
         x: torch.Tensor,  # [T, K] act
-        weight: torch.Tensor,  # [O, K]
+        weight: torch.Tensor | PackedMatrix,  # [O, K]
         bias: torch.Tensor | None = None,  # [O]
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:  # [T, O]
+        assert isinstance(weight, torch.Tensor), UNSCALED_ONLY
         out_dtype = out_dtype or x.dtype
         if linear.takes(x, weight):
             return linear.linear_few_rows(x, weight, bias, out_dtype)
@@ -69,8 +73,10 @@ class CudaOps:
         weights: torch.Tensor,  # [T, K] float32
         address: torch.Tensor,  # [E] int64: GPU memory or pinned host memory, mixed at will
         layout: ExpertLayout,
+        activation: Activation = SILU,
         fill: torch.Tensor | None = None,  # [E] int64: where to store records as they are read
     ) -> torch.Tensor:  # [T, H] float32
+        assert layout.plain and activation == SILU, UNSCALED_ONLY
         if x.shape[0] <= moe_decode.MAX_ROWS:
             return moe_decode.moe_decode(x, ids, weights, address, layout, fill, self.tuning)
         assert fill is None, "records are stored as they are read only where each is read once"

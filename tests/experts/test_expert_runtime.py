@@ -129,7 +129,7 @@ def test_answers_are_equal_bit_by_bit_whatever_is_resident(
 
 def test_without_slots_routing_is_never_looked_at(pool):
     class Echo(TorchOps):
-        def moe(self, x, ids, weights, address, layout):
+        def moe(self, x, ids, weights, address, layout, activation):
             return ids, address
 
     runtime = ExpertRuntime(SPEC, LAYOUT, pool, Echo())

@@ -10,20 +10,23 @@ import torch
 from ftd.checkpoint.headers import check, read_checkpoint
 from ftd.checkpoint.load import load_weights
 from ftd.experts.host_pool import HostPool
+from ftd.kernels.activation import Activation
 from ftd.kernels.ops import Ops
 from ftd.kv.cache import KvCache
+from ftd.kv.state_cache import StateCache
 from ftd.model.registry import architecture_for
-from ftd.model.step import StepInput
+from ftd.model.step import StateSpan, StepInput
 
 
 class PlainExperts:
     """Every expert's record in the host pool; nothing is ever a miss."""
 
-    def __init__(self, pool: HostPool, ops: Ops) -> None:
-        self._pool, self._ops = pool, ops
+    def __init__(self, pool: HostPool, ops: Ops, activation: Activation) -> None:
+        self._pool, self._ops, self._activation = pool, ops, activation
 
     def forward(self, layer, x, ids, weights):
-        return self._ops.moe(x, ids, weights, self._pool.addresses(layer), self._pool.layout)
+        address, layout = self._pool.addresses(layer), self._pool.layout
+        return self._ops.moe(x, ids, weights, address, layout, self._activation)
 
 
 class Recorder:
@@ -63,8 +66,9 @@ class LoneModel:
         self.spec = architecture.spec(checkpoint.config)
         layout = check(checkpoint, architecture, self.spec)
         layers = self.spec.moe_layers
-        pool = HostPool(len(layers), self.spec.layers[layers[0]].mlp.num_experts, layout, layers)
-        self.experts = PlainExperts(pool, ops)
+        moe = self.spec.layers[layers[0]].mlp
+        pool = HostPool(len(layers), moe.num_experts, layout, layers)
+        self.experts = PlainExperts(pool, ops, moe.activation)
         dense = load_weights(
             checkpoint, architecture, self.spec, pool, lambda done, total: None, lambda: False
         )
@@ -72,19 +76,23 @@ class LoneModel:
         assert not dense  # build takes everything
         pages = -(-capacity // page_tokens)
         self.kv = KvCache(self.spec, num_sequences * pages, page_tokens, dtype)
+        if self.spec.delta_layers:  # two slots a sequence, in turns, and one to see unused
+            self.kv.states = StateCache(self.spec, 2 * num_sequences + 1, dtype)
         order = torch.randperm(
             num_sequences * pages, generator=torch.Generator().manual_seed(3), dtype=torch.int32
         )
         self._page_tokens = page_tokens
         self._table = order.view(num_sequences, pages)
         self._lengths = [0] * num_sequences
+        self._slots = [0] * num_sequences  # which of its two holds a sequence's state
 
     def step(
         self, tokens: Mapping[int, Sequence[int]], observer: Recorder | None = None
     ) -> torch.Tensor:
         """Append tokens to some sequences in one forward pass; logits of all rows, [T, V]."""
-        ids, sequence, position = [], [], []
+        ids, sequence, position, states = [], [], [], []
         for owner, new in tokens.items():
+            states.append(self._state_span(owner, len(ids), len(new)))
             ids += new
             sequence += [owner] * len(new)
             position += range(self._lengths[owner], self._lengths[owner] + len(new))
@@ -99,11 +107,17 @@ class LoneModel:
                 place=place + at % self._page_tokens,
                 page_table=self._table,
                 logit_rows=torch.arange(len(ids)),
+                states=tuple(states) if self.spec.delta_layers else (),
             ),
             self.kv,
             self.experts,
             observer,
         )
+
+    def _state_span(self, owner: int, begin: int, rows: int) -> StateSpan:
+        source = 2 * owner + self._slots[owner] if self._lengths[owner] else None
+        self._slots[owner] ^= 1
+        return StateSpan(begin, source, ((begin + rows, 2 * owner + self._slots[owner]),))
 
     def run(
         self, ids: Sequence[int], chunks: Sequence[int] = (), observer: Recorder | None = None

@@ -73,7 +73,7 @@ def launch_everything() -> None:
             routes = tensor(T, 8, dtype=i32), tensor(T, 8, dtype=f32)
             x = tensor(T, 2048, dtype=act)
             ops.moe(x, *routes, address, layout)
-            ops.moe(x, *routes, address, layout, address)
+            ops.moe(x, *routes, address, layout, fill=address)
     k = tensor(P, page, NKV, D)
     for T in (1, 4, 16, 512, 2048):
         x, table, at = tensor(T, 2048), tensor(8, M, dtype=i32), tensor(T, dtype=i32)

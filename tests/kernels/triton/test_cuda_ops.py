@@ -143,7 +143,7 @@ class TestMoe:
         fill = torch.zeros(self.E, dtype=torch.int64)
         fill[4], fill[0] = slots.address[2], slots.address[3]
         plain = ops.moe(x, ids, weights, records.address, layout)
-        mine = ops.moe(x, ids, weights, records.address, layout, fill)
+        mine = ops.moe(x, ids, weights, records.address, layout, fill=fill)
         assert torch.equal(mine, plain)
         assert torch.equal(slots.bytes[2], records.bytes[4])
         expected = records.bytes[0] if (ids == 0).any() else torch.zeros_like(records.bytes[0])
