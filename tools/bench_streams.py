@@ -222,14 +222,22 @@ class Server:
         self._orders, far_end = spawn.Pipe()
         self._process = spawn.Process(target=serve, args=(far_end, cpu, streams, tick_s))
         self._process.start()
-        self.port, self.piece_chars = self._orders.recv()
+        far_end.close()  # or nothing here would notice that the server has ended
+        self.port, self.piece_chars = self._hear()
 
     def tell(self, order: str) -> Any:
         self._orders.send(order)
-        return self._orders.recv()
+        return self._hear()
+
+    def _hear(self) -> Any:
+        try:
+            return self._orders.recv()
+        except EOFError:
+            raise SystemExit("the server ended: what it said is above") from None
 
     def end(self) -> None:
-        self._orders.send("end")
+        with contextlib.suppress(OSError):
+            self._orders.send("end")
         self._process.join(10)
 
 

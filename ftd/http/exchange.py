@@ -276,11 +276,15 @@ async def _reply(
     front: FrontEnd, story: Story, dialect: Plain, generation: Generation
 ) -> web.Response:
     collected: list[list[Piece]] = [[] for _ in range(dialect.job.answers)]
-    async for arrived in generation.pieces(front.config.heartbeat):
-        if arrived is not None:
-            index, piece = arrived
-            collected[index].append(piece)
-            _note(front, story, index, piece)
+
+    async def take(index: int, piece: Piece) -> None:
+        collected[index].append(piece)
+        _note(front, story, index, piece)
+
+    async def beat() -> None:
+        """A plain reply cannot be begun before it is known."""
+
+    await generation.deliver(take, beat, front.config.heartbeat)
     answers = [joined(pieces) for pieces in collected]
     story.status = 200
     body = dialect.reply(answers, generation.usage())
@@ -291,15 +295,17 @@ async def _stream(
     request: web.Request, front: FrontEnd, story: Story, dialect: Dialect, generation: Generation
 ) -> web.StreamResponse:
     events = EventStream(request, story.request_id)
+
+    async def take(index: int, piece: Piece) -> None:
+        _note(front, story, index, piece)
+        await events.send(dialect.piece(index, piece))
+
+    async def beat() -> None:
+        await events.send(dialect.beat())
+
     await events.send(dialect.opening())
     try:
-        async for arrived in generation.pieces(front.config.heartbeat):
-            if arrived is None:
-                await events.send(dialect.beat())
-            else:
-                index, piece = arrived
-                _note(front, story, index, piece)
-                await events.send(dialect.piece(index, piece))
+        await generation.deliver(take, beat, front.config.heartbeat)
     except ReaderLost:
         raise
     except Exception as error:

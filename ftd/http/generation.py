@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -25,19 +26,23 @@ from ftd.engine.api import (
 )
 from ftd.errors import ContextExceeded, EngineFailed, FtdError, RequestCancelled, RequestInvalid
 from ftd.text.answer import Answer, Piece, Reading
+from ftd.text.echo import Call, Place, Said
+from ftd.text.events import Block
 from ftd.text.textmodel import TextModel
+
+from .ids import call_id
 
 if TYPE_CHECKING:
     from ftd.text.constrain import MakeConstraint
 
-QUEUED_PIECES = 64  # between engine and socket; behind it the engine's own queue waits
 GAPS_KEPT = 2048  # of the times between tokens, for the log line's percentiles
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     ids: Sequence[int]
-    text: str | None = None  # what they were made from; None if the client sent ids
+    text: str | None = None  # what they were made from; None if nobody will want to see it
+    place: Place | None = None  # of its answer; None: it is not to be remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,11 @@ class Job:
     @property
     def answers(self) -> int:
         return len(self.prompts) * self.copies
+
+    @property
+    def remember(self) -> bool:
+        """Whether answers may come back in later prompts."""
+        return any(prompt.place for prompt in self.prompts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +98,8 @@ class Generation:
 
     Use as ``async with``: leaving ends what still runs. Entering submits, and raises what the
     engine refuses with (QueueFull, ContextExceeded, NotReady) before anything else has happened.
+    Each answer has a task that takes its outputs all the way to the socket, so that a token costs
+    one turn of the loop; what the socket does not take waits in the engine's queue.
     """
 
     def __init__(self, engine: EngineHandle, text: TextModel, job: Job, request_id: str) -> None:
@@ -96,12 +108,16 @@ class Generation:
         self.first_token_s: float | None = None
         self.gaps_s: deque[float] = deque(maxlen=GAPS_KEPT)
         self._engine = engine
+        self._text = text
         self._job = job
         self._request_id = request_id
-        self._answers = [Answer(text, job.reading) for _ in range(job.answers)]
+        self._answers = [
+            Answer(text, job.reading, partial(self._remember, index) if job.remember else None)
+            for index in range(job.answers)
+        ]
         self._tickets: list[Ticket] = []
-        self._pumps: list[asyncio.Task[None]] = []
-        self._ready: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue(QUEUED_PIECES)
+        self._pumps: set[asyncio.Task[None]] = set()
+        self._told_s = 0.0  # when something was last handed on
 
     async def __aenter__(self) -> Generation:
         try:
@@ -111,10 +127,6 @@ class Generation:
             self._end()
             raise
         self.admitted = True
-        self._pumps = [
-            asyncio.create_task(self._pump(index, ticket))
-            for index, ticket in enumerate(self._tickets)
-        ]
         return self
 
     async def __aexit__(
@@ -126,29 +138,42 @@ class Generation:
         self._end()
         await asyncio.gather(*self._pumps, return_exceptions=True)
 
-    async def pieces(self, heartbeat_s: float) -> AsyncIterator[tuple[int, Piece] | None]:
-        """Pieces with something in them, as they come; None when ``heartbeat_s`` passed without.
+    async def deliver(
+        self,
+        take: Callable[[int, Piece], Awaitable[None]],
+        beat: Callable[[], Awaitable[None]],
+        heartbeat_s: float,
+    ) -> None:
+        """Hand every piece with something in it to ``take``, those of one answer in their order.
 
+        Args:
+            beat: called when ``heartbeat_s`` passed without a piece.
         Raises:
-            FtdError: the engine's reason for ending an answer early.
+            FtdError: the engine's reason for ending an answer early; nothing is taken after it.
         """
-        loop = asyncio.get_running_loop()
-        running = len(self._tickets)
-        silent_until = loop.time() + heartbeat_s
-        while running:
-            try:
-                async with asyncio.timeout_at(silent_until):
-                    index, piece = await self._ready.get()
-            except TimeoutError:
-                yield None
-                silent_until = loop.time() + heartbeat_s
-                continue
-            if isinstance(piece, Exception):
-                raise piece
-            running -= piece.finish is not None
-            if piece != _NOTHING:
-                yield index, piece
-                silent_until = loop.time() + heartbeat_s
+        self._told_s = time.monotonic()
+        self._pumps = {
+            asyncio.create_task(self._pump(index, ticket, take))
+            for index, ticket in enumerate(self._tickets)
+        }
+        running = self._pumps
+        try:
+            while running:
+                silent_s = time.monotonic() - self._told_s
+                if silent_s >= heartbeat_s:
+                    self._told_s += silent_s
+                    await beat()
+                    continue
+                ended, running = await asyncio.wait(
+                    running,
+                    timeout=heartbeat_s - silent_s,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                for pump in ended:
+                    pump.result()
+        finally:
+            self._end()
+            await asyncio.gather(*self._pumps, return_exceptions=True)
 
     def cancel(self, reason: str) -> None:
         """End every answer with RequestCancelled."""
@@ -184,17 +209,28 @@ class Generation:
             constraint=job.constraint() if job.constraint else None,
         )
 
+    def _remember(self, index: int, tokens: Sequence[int], blocks: Sequence[Block]) -> None:
+        place = self._job.prompts[index // self._job.copies].place
+        if place is None or not all(block.valid for block in blocks):
+            return
+        said = Said(
+            "".join(block.text for block in blocks if block.kind == "text"),
+            [block.text for block in blocks if block.kind == "reasoning"],
+            [
+                Call(call_id("", self._request_id, index, block.call), block.name, block.text)
+                for block in blocks
+                if block.kind == "call"
+            ],
+        )
+        if said.text or said.calls:
+            self._text.echoes.keep(place, tokens, said)
+
     def _engine_id(self, index: int) -> str:
         return f"{self._request_id}-{index}" if index else self._request_id
 
-    async def _pump(self, index: int, ticket: Ticket) -> None:
-        """Turn one answer's outputs into pieces until it ends; an error is handed on as it is."""
-        try:
-            await self._read(index, ticket)
-        except Exception as error:
-            await self._ready.put((index, error))
-
-    async def _read(self, index: int, ticket: Ticket) -> None:
+    async def _pump(
+        self, index: int, ticket: Ticket, take: Callable[[int, Piece], Awaitable[None]]
+    ) -> None:
         answer = self._answers[index]
         last_s = 0.0
         async for output in ticket:
@@ -205,7 +241,9 @@ class Generation:
             piece = answer.push(output)
             if piece.finish:
                 ticket.end(Finish.STOP)  # the engine knows of stop ids, not of stop strings
-            await self._ready.put((index, piece))
+            if piece != _NOTHING:
+                await take(index, piece)
+                self._told_s = time.monotonic()
             if piece.finish:
                 return
         raise EngineFailed(f"request {ticket.request_id} ended without a reason")

@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 from aiohttp import web
+from aiohttp.http import StreamWriter
 
 SLOW_READER_S = 30.0  # without taking what the socket's buffers could not hold
 DONE = b"data: [DONE]\n\n"
@@ -31,12 +32,13 @@ def request_id_headers(request_id: str) -> dict[str, str]:
 class EventStream:
     """Sends events; headers go out with the first.
 
-    aiohttp buffers 64 KiB and then waits for the socket: that, the kernel's buffers and the short
-    queue of pieces are all a slow reader can fill.
+    Each goes to the socket at once. Only if the system takes no more, a send waits: what a slow
+    reader can fill are the kernel's buffer and the transport's.
     """
 
     def __init__(self, request: web.Request, request_id: str) -> None:
         self._request = request
+        self._writer: StreamWriter | None = None  # once headers are under way
         self._response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
@@ -56,16 +58,24 @@ class EventStream:
         if not data:
             return
         try:
+            if self._writer is None:
+                writer = await self._response.prepare(self._request)
+                assert isinstance(writer, StreamWriter)  # None: the response is over
+                self._writer = writer
+            await self._writer.write(data, drain=False)
+            if self._request.protocol.writing_paused:
+                await self._drain(self._writer)
+        except ConnectionError as error:
+            raise ReaderLost("the client left") from error
+
+    async def _drain(self, writer: StreamWriter) -> None:
+        try:
             async with asyncio.timeout(SLOW_READER_S):
-                if not self._response.prepared:
-                    await self._response.prepare(self._request)
-                await self._response.write(data)
+                await writer.drain()
         except TimeoutError as error:
             if self._request.transport is not None:
                 self._request.transport.abort()
             raise ReaderLost(f"the client took nothing for {SLOW_READER_S:g} s") from error
-        except ConnectionError as error:
-            raise ReaderLost("the client left") from error
 
     async def close(self) -> web.StreamResponse:
         try:

@@ -1,4 +1,4 @@
-"""The tool that times streams counts every token of every API, and sees the memory it asks for."""
+"""The tool that times streams finds every token of every API."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ def run(*flags: str) -> str:
 
 
 @pytest.mark.slow
-def test_every_api_is_timed_and_memory_read():
+def test_every_token_of_every_api_is_timed():
     said = run("--streams=3", "--rate=1000", "--tokens=40", "--rounds=1")
     for api in ("chat", "messages", "responses", "bare"):
         assert f"\n{api} " in said
-    assert "second half: " in run("--prompts=80")
