@@ -35,7 +35,7 @@ from ftd.experts.runtime import ExpertCounters
 from ftd.experts.slots import Resized
 from ftd.kv.cache import KvCache
 from ftd.kv.pages import PagePool
-from ftd.kv.prefix_tree import PrefixTree
+from ftd.kv.prefix_tree import Part, PrefixTree
 from ftd.model.architecture import Experts, Model
 from ftd.schedule.policy import Limits, Run, SequenceView, StepPlan, next_in_line, plan_step
 from ftd.schedule.rates import Rates
@@ -310,7 +310,7 @@ class EngineCore:
 
     def _view_after_reuse(self, answering: Answering) -> SequenceView:
         reuse = self.tree.peek(answering.sequence.ids, self._reusable(answering))
-        return answering.sequence.view_after(reuse.tokens, reuse.idle_pages, self.kv.page_tokens)
+        return answering.sequence.view_after(*reuse)
 
     def _reusable(self, answering: Answering) -> int | None:
         return 0 if answering.wants_scores and not answering.announced else None
@@ -318,18 +318,44 @@ class EngineCore:
     def _carry_out(self, plan: StepPlan) -> None:
         for key in plan.preempt:
             self.preempt(key)
+        parts: dict[str, Part] = {}
         for key in plan.admit:
             answering = self._running[key] = self._waiting.pop(key)
-            sequence = answering.sequence
-            first = sequence.reused is None
-            pages = self.tree.match(sequence.ids, self._reusable(answering))
-            sequence.start(pages, self.kv.page_tokens)
-            if first:
-                self.totals.reused_tokens += sequence.computed
+            match = self.tree.match(answering.sequence.ids, self._reusable(answering))
+            answering.sequence.start(match.pages, self.kv.page_tokens)
+            if match.part:
+                parts[key] = match.part
         for key in plan.passed_over:
             self._running[key].sequence.passed_over += 1
-        if plan.new_pages > self.pages.free:
-            self.tree.evict(plan.new_pages - self.pages.free)
+        running_now = {run.key for run in plan.runs}
+        later = sum(key not in running_now for key in parts)  # pages no run of the plan counts
+        self._make_free(plan.new_pages + later)
+        if self.pages.free < plan.new_pages + later:  # what is to be copied from is in the way
+            self.pages.release(part.page for part in parts.values())
+            parts.clear()
+            self._make_free(plan.new_pages)
+        for key, part in parts.items():
+            self._copy_part(self._running[key].sequence, part)
+        for key in plan.admit:
+            self._count_reused(self._running[key].sequence)
+
+    def _make_free(self, num_pages: int) -> None:
+        if num_pages > self.pages.free:
+            self.tree.evict(num_pages - self.pages.free)
+
+    def _copy_part(self, sequence: Sequence, part: Part) -> None:
+        """Go on in a page of one's own with the tokens that a page of the tree begins with."""
+        pages = self.pages.allocate(1)
+        assert pages is not None, self.pages.free
+        self.kv.copy(part.page, pages[0], part.tokens)
+        self.pages.release((part.page,))
+        sequence.pages.extend(pages)
+        sequence.computed += part.tokens
+
+    def _count_reused(self, sequence: Sequence) -> None:
+        if sequence.reused is None:
+            sequence.reused = sequence.computed
+            self.totals.reused_tokens += sequence.computed
 
     def _within_scored_rows(self, runs: Seq[Run]) -> list[Run]:
         return [
@@ -454,7 +480,7 @@ class EngineCore:
         self.tree.insert(sequence.ids[: sequence.computed], sequence.pages)
 
     def _give_back(self, sequence: Sequence) -> None:
-        self._keep(sequence)
+        self.tree.insert(sequence.ids[: sequence.computed], sequence.pages, ends=True)
         self.pages.release(sequence.leave())
 
     # ---- figures

@@ -81,6 +81,12 @@ class KvCache:
                 self._memory.madvise(mmap.MADV_DONTNEED, first, end - first)
         self.num_pages = num_pages
 
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """Copy the first ``tokens`` of a page, of every layer. Cost: some µs a layer."""
+        for tensors in (self.k, self.v):
+            for layer in tensors:
+                layer[target, :tokens] = layer[source, :tokens]
+
     def close(self) -> None:
         """Give the memory back. Views that outlive this read zeros."""
         self.k, self.v = [], []

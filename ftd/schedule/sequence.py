@@ -47,8 +47,6 @@ class Sequence:
         self.pages = pages
         self.computed = len(pages) * page_tokens
         self.passed_over = 0
-        if self.reused is None:
-            self.reused = self.computed
 
     def leave(self) -> array[int]:
         """Give up all pages, for the caller to release; all tokens are pending again."""
@@ -68,14 +66,14 @@ class Sequence:
             waits_for=self.request.copies_of,
         )
 
-    def view_after(self, reused_tokens: int, idle_pages: int, page_tokens: int) -> SequenceView:
+    def view_after(self, tokens: int, pages: int, idle_pages: int) -> SequenceView:
         """As it would be, were it started with what the prefix tree knows of it."""
         return SequenceView(
             key=self.key,
             arrival=self.arrival,
             prompt_tokens=self.prompt_tokens,
             tokens=len(self.ids),
-            computed=reused_tokens,
-            pages=reused_tokens // page_tokens,
+            computed=tokens,
+            pages=pages,
             exclusive_pages=idle_pages,
         )

@@ -45,12 +45,19 @@ class ResizedMachine(RuleBasedStateMachine):
 
     @rule(ids=TOKENS)
     def start(self, ids):
-        pages = self.tree.match(array("i", ids))
+        pages, part = self.tree.match(array("i", ids))
         known = len(pages)
         more = self.pool.allocate(-(-len(ids) // PAGE) - known)
+        if part:
+            self.pool.release((part.page,))
         if more is None:
             self.pool.release(pages)
             return
+        if part:
+            self.cache.copy(part.page, more[0], part.tokens)
+            copied = ids[known * PAGE : known * PAGE + part.tokens]
+            for tensor in (*self.cache.k, *self.cache.v):
+                assert tensor[more[0], : part.tokens, 0, 0].tolist() == list(copied)
         pages.extend(more)
         for n, page in enumerate(pages[known:], known):
             for place, token in enumerate(ids[n * PAGE : (n + 1) * PAGE]):
@@ -63,6 +70,13 @@ class ResizedMachine(RuleBasedStateMachine):
     def keep(self, data):
         ids, pages = data.draw(st.sampled_from(self.running))
         self.tree.insert(array("i", ids), pages)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def end(self, data):
+        ids, pages = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        self.tree.insert(array("i", ids), pages, ends=True)
+        self.pool.release(pages)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
