@@ -61,10 +61,12 @@ class Ops(Protocol):
         position: torch.Tensor,  # [T] int32: the row's place in its sequence
         scale: float,
         window: int | None = None,
+        sinks: torch.Tensor | None = None,  # [N] float32
     ) -> torch.Tensor:  # [T, N, D] act
         """Causal softmax attention over the pages; a row sees its own key, already written.
 
         Head n reads kv head n // (N / NKV). With ``window`` a row at p sees p - window + 1 .. p.
+        A sink is one more logit of its head, whose probability is dropped.
         Softmax and sums in float32.
         """
         ...

@@ -81,6 +81,7 @@ class TorchOps(ComposedOps):
         position: torch.Tensor,  # [T] int32
         scale: float,
         window: int | None = None,
+        sinks: torch.Tensor | None = None,  # [N] float32
     ) -> torch.Tensor:  # [T, N, D] act
         out = torch.empty_like(q)
         _, _, kv_heads, head_dim = k_pages.shape
@@ -93,7 +94,10 @@ class TorchOps(ComposedOps):
                 seen = slice(lo - start, hi + 1 - start)
                 grouped = q[row].float().view(kv_heads, -1, head_dim)  # [NKV, N / NKV, D]
                 scores = grouped @ keys[:, seen].transpose(1, 2) * scale  # [NKV, N / NKV, S]
-                attended = scores.softmax(-1) @ values[:, seen]  # [NKV, N / NKV, D]
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks.view(kv_heads, -1, 1)), -1)
+                weights = scores.softmax(-1)[..., : hi + 1 - lo]
+                attended = weights @ values[:, seen]  # [NKV, N / NKV, D]
                 out[row] = attended.view(-1, head_dim).to(q.dtype)
         return out
 

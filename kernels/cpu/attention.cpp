@@ -4,7 +4,8 @@
 // of their positions. So a row's result depends on its keys alone: not on chunks, pages, batch or
 // threads. Heads of one kv head, and up to eight rows of a sequence, share what is read. Where rows
 // are too few for the threads, blocks of a row are spread as well, and the last one to finish
-// merges.
+// merges. A sink, a logit whose probability goes nowhere, is one more block without values: the
+// last.
 #include <atomic>
 #include <new>
 
@@ -31,7 +32,9 @@ struct Attention {
   const int32_t *page_table, *position;
   int64_t table_width, kv_heads, group, head_dim, padded, page_tokens, window;
   float scale;
-  const float* q;  // [rows, heads, padded]
+  const float* q;             // [rows, heads, padded]
+  const float* sinks;         // [heads] or null
+  const float *ones, *zeros;  // sum and weighted values of a kv head's sinks
   void* out;
 
   int64_t begin(int64_t row) const { return window ? greatest(0, position[row] + 1 - window) : 0; }
@@ -99,6 +102,9 @@ void merge(const Attention& a, const Partial& into, const Partial& later) {
 }
 
 void write_out(const Attention& a, int64_t row, int64_t kv_head, const Partial& result) {
+  if (a.sinks)
+    a.kernels.merge(result.max, result.sum, result.acc, a.sinks + kv_head * a.group, a.ones,
+                    a.zeros, a.group, a.padded);
   for (int64_t h = 0; h < a.group; ++h) {
     float* acc = result.acc + h * a.padded;
     for (int64_t d = 0; d < a.head_dim; ++d) acc[d] /= result.sum[h];
@@ -200,7 +206,7 @@ extern "C" int32_t ftd_attention(FtdOps* ops, const void* q, const void* k_pages
                                  int64_t table_width, const int32_t* sequence,
                                  const int32_t* position, void* out, int64_t rows, int64_t heads,
                                  int64_t kv_heads, int64_t head_dim, int64_t page_tokens,
-                                 float scale, int64_t window) {
+                                 float scale, int64_t window, const float* sinks) {
   if (!known(act)) return FTD_BAD_TYPE;
   if (kv_heads < 1 || heads % kv_heads || head_dim < 1 || page_tokens < 1 || window < 0)
     return FTD_BAD_SHAPE;
@@ -221,9 +227,14 @@ extern "C" int32_t ftd_attention(FtdOps* ops, const void* q, const void* k_pages
       for (int64_t d = head_dim; d < padded; ++d) wide[h * padded + d] = 0.0f;
     }
   });
-  const Attention a = {
-      kernels,          k_pages,  v_pages, act,         page_table, position, table_width, kv_heads,
-      heads / kv_heads, head_dim, padded,  page_tokens, window,     scale,    wide,        out};
+  const int64_t group = heads / kv_heads;
+  float* ones = pool.shared().take<float>(size_t(group));
+  float* zeros = pool.shared().take<float>(size_t(group * padded));
+  for (int64_t h = 0; h < group; ++h) ones[h] = 1.0f;
+  for (int64_t d = 0; d < group * padded; ++d) zeros[d] = 0.0f;
+  const Attention a = {kernels,  k_pages, v_pages,  act,    page_table,  position, table_width,
+                       kv_heads, group,   head_dim, padded, page_tokens, window,   scale,
+                       wide,     sinks,   ones,     zeros,  out};
 
   Rows* groups = pool.shared().take<Rows>(size_t(rows));
   const int64_t num_groups = group_rows(sequence, rows, groups);

@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define FTD_CPU_ABI 1
+#define FTD_CPU_ABI 2
 
 #if defined(__GNUC__)
 #define FTD_API __attribute__((visibility("default")))
@@ -82,11 +82,12 @@ FTD_API int32_t ftd_moe(FtdOps* ops, const void* x, int32_t act, const int32_t* 
                         float* y, int64_t tokens, int64_t routes, int64_t experts);
 
 // Causal attention of rows over paged keys and values; window 0: all positions up to the row's own.
+// sinks: a logit for each head that takes part in its softmax and has no value; may be null.
 FTD_API int32_t ftd_attention(FtdOps* ops, const void* q, const void* k_pages, const void* v_pages,
                               int32_t act, const int32_t* page_table, int64_t table_width,
                               const int32_t* sequence, const int32_t* position, void* out,
                               int64_t rows, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                              int64_t page_tokens, float scale, int64_t window);
+                              int64_t page_tokens, float scale, int64_t window, const float* sinks);
 
 FTD_API int32_t ftd_write_kv(FtdOps* ops, const void* k, const void* v, const int64_t* place,
                              void* k_pages, void* v_pages, int64_t rows, int64_t places,

@@ -25,7 +25,7 @@ from ..composed import ComposedOps
 from ..formats import FORMATS, ExpertLayout, PackedMatrix
 from .topology import Node, default_threads, discover_nodes, place_threads, usable_cores
 
-ABI = 1
+ABI = 2
 PARK_AFTER_US = 200  # waking a sleeping worker costs 50 µs: more than a layer's work
 PREFETCH_CHOICES_BYTES = (0, 2048, 8192, 16384)
 CALIBRATION_TOKENS = (1, 3)  # three: with more, AMX takes over and finds its own way
@@ -73,7 +73,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ftd_moe": (_I, (_P, _P, _I, _P, _P, _P, POINTER(_Layout), _P, _N, _N, _N)),
     "ftd_attention": (
         _I,
-        (_P, _P, _P, _P, _I, _P, _N, _P, _P, _P, _N, _N, _N, _N, _N, _F, _N),
+        (_P, _P, _P, _P, _I, _P, _N, _P, _P, _P, _N, _N, _N, _N, _N, _F, _N, _P),
     ),
     "ftd_write_kv": (_I, (_P, _P, _P, _P, _P, _P, _N, _N, _N)),
     "ftd_rms_norm": (_I, (_P, _P, _I, _P, _I, _P, _I, _N, _N, _F)),
@@ -345,6 +345,7 @@ class NativeOps(ComposedOps):
         position: torch.Tensor,
         scale: float,
         window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         T, N, D = q.shape
         _, page_tokens, kv_heads, head_dim = k_pages.shape
@@ -352,6 +353,9 @@ class NativeOps(ComposedOps):
         assert q.dtype == k_pages.dtype == v_pages.dtype, (q.dtype, k_pages.dtype, v_pages.dtype)
         assert page_table.dtype == sequence.dtype == position.dtype == torch.int32
         assert all(t.is_contiguous() for t in (q, k_pages, v_pages, page_table, sequence, position))
+        if sinks is not None:
+            assert sinks.shape == (N,) and sinks.is_contiguous(), sinks.shape
+            assert sinks.dtype == torch.float32, sinks.dtype
         out = torch.empty(T, N, D, dtype=q.dtype)
         fault = self._c.ftd_attention(
             self._ops,
@@ -371,6 +375,7 @@ class NativeOps(ComposedOps):
             page_tokens,
             scale,
             window or 0,
+            None if sinks is None else sinks.data_ptr(),
         )
         assert fault == 0, (fault, q.shape, k_pages.shape, page_table.shape, position)
         return out

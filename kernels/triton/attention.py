@@ -9,7 +9,8 @@ sequences grow, and splits that have nothing to do end at once.
 Decode is memory-bound: reads 2*NKV*D numbers for each position. Prefill: 4*N*D flops for each pair
 of query and key, on tensor cores with float32 sums; probabilities are rounded to act for the second
 product. Rows of a block may belong to several sequences; the program then takes one after the
-other. Rows with a negative sequence or position give zeros. Reference: ``TorchOps.attention``.
+other. Rows with a negative sequence or position give zeros. A sink, a logit without a value, joins
+the softmax last. Reference: ``TorchOps.attention``.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ from .numbers import power_of_2, wide_dot
 
 PROGRAMS = 264  # what splitting aims at: two for each of 132 processors
 MAX_SPLITS = 64
+LOG2_E = tl.constexpr(1.4426950408889634)
 DECODE_ROWS = 16  # up to here every row is its own block: rows then mostly are sequences
 
 
 @triton.jit
 def _attention_kernel(
-    q, k_pages, v_pages, page_table, sequence, position, out, partial, stats,
+    q, k_pages, v_pages, page_table, sequence, position, sinks, out, partial, stats,
     T, M, scale, window,
-    N: tl.constexpr, NKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    N: tl.constexpr, NKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SINKS: tl.constexpr,
     BQ: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, BK: tl.constexpr,
     SPLITS: tl.constexpr, WINDOWED: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -83,7 +85,7 @@ def _attention_kernel(
             if WIDE:
                 k = k.to(tl.float32)
                 v = v.to(tl.float32)
-            scores = tl.dot(queries, k, input_precision="ieee") * (scale * 1.4426950408889634)
+            scores = tl.dot(queries, k, input_precision="ieee") * (scale * LOG2_E)
             seen = mine[:, None] & (p[None, :] <= pos[:, None]) & (p <= last)[None, :]
             if WINDOWED:
                 seen &= p[None, :] > pos[:, None] - window
@@ -103,26 +105,39 @@ def _attention_kernel(
         tl.store(stats + line * 2, top, mask=used)
         tl.store(stats + line * 2 + 1, norm, mask=used)
     else:
+        if SINKS:
+            sink = tl.load(sinks + head, mask=used, other=0.0) * LOG2_E
+            higher = tl.maximum(top, sink)
+            shrink = tl.exp2(top - higher)
+            norm = norm * shrink + tl.exp2(sink - higher)
+            acc = acc * shrink[:, None]
         acc = acc / tl.where(norm > 0.0, norm, 1.0)[:, None]
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=used[:, None] & (d < D)[None, :])
 
 
 @triton.jit
 def _merge_kernel(
-    partial, stats, out, D: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr, DP: tl.constexpr
-):
+    partial, stats, sinks, out,
+    N: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr,
+    SPLITS: tl.constexpr, SP: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
     line = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, SP)
     d = tl.arange(0, DP)
     top = tl.load(stats + (line * SPLITS + s) * 2, mask=s < SPLITS, other=float("-inf"))
     norm = tl.load(stats + (line * SPLITS + s) * 2 + 1, mask=s < SPLITS, other=0.0)
     highest = tl.max(top, axis=0)
+    if SINKS:
+        sink = tl.load(sinks + line % N) * LOG2_E
+        highest = tl.maximum(highest, sink)
     base = tl.where(highest == float("-inf"), 0.0, highest)  # nothing seen: no NaN
     shrink = tl.exp2(tl.where(norm > 0.0, top, float("-inf")) - base)
     inside = (norm > 0.0)[:, None] & (d < D)[None, :]
     at = partial + (line * SPLITS + s)[:, None] * D + d[None, :]
     part = tl.load(at, mask=inside, other=0.0)
     total = tl.sum(norm * shrink, axis=0)
+    if SINKS:
+        total += tl.exp2(sink - highest)
     merged = tl.sum(part * shrink[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
     tl.store(out + line * D + d, merged.to(out.dtype.element_ty), mask=d < D)
 
@@ -136,6 +151,7 @@ def attention(
     position: torch.Tensor,  # [T] int32
     scale: float,
     window: int | None,
+    sinks: torch.Tensor | None = None,  # [N] float32
 ) -> torch.Tensor:  # [T, N, D] act
     T, N, D = q.shape
     _, page, kv_heads, _ = k_pages.shape
@@ -144,26 +160,30 @@ def attention(
     assert q.dtype == k_pages.dtype == v_pages.dtype, (q.dtype, k_pages.dtype)
     assert k_pages.shape == v_pages.shape and k_pages.shape[3] == D, (q.shape, k_pages.shape)
     assert N % kv_heads == 0, (N, kv_heads)
+    assert sinks is None or (sinks.shape == (N,) and sinks.dtype == torch.float32), sinks.shape
     out = torch.empty_like(q)
     if T == 0:
         return out
     tile = tile_of(T, N // kv_heads, D, q.dtype)
     splits = num_splits(triton.cdiv(T, tile.rows) * kv_heads, triton.cdiv(pages * page, tile.keys))
     partial, stats = out, out  # not read
+    logits = out if sinks is None else sinks
     if splits > 1:
         partial = torch.empty(T * N * splits, D, dtype=torch.float32, device=q.device)
         stats = torch.empty(T * N * splits, 2, dtype=torch.float32, device=q.device)
     _attention_kernel[(triton.cdiv(T, tile.rows), kv_heads, splits)](
-        q, k_pages, v_pages, page_table, sequence, position, out, partial, stats,
+        q, k_pages, v_pages, page_table, sequence, position, logits, out, partial, stats,
         T, pages, scale, window or 0,
-        N=N, NKV=kv_heads, D=D, PAGE=page,
+        N=N, NKV=kv_heads, D=D, PAGE=page, SINKS=sinks is not None,
         BQ=tile.rows, GP=tile.heads, DP=tile.channels, BK=tile.keys,
         SPLITS=splits, WINDOWED=window is not None, WIDE=wide_dot(q.dtype), STAGES=tile.stages,
         num_warps=tile.warps,
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(T * N,)](
-            partial, stats, out, D=D, SPLITS=splits, SP=power_of_2(splits), DP=tile.channels,
+            partial, stats, logits, out,
+            N=N, D=D, SINKS=sinks is not None,
+            SPLITS=splits, SP=power_of_2(splits), DP=tile.channels,
             num_warps=2,
         )  # fmt: skip
     return out

@@ -100,9 +100,10 @@ class CudaOps:
         position: torch.Tensor,  # [T] int32; negative: the row gives zeros
         scale: float,
         window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # [T, N, D] act
         return attention.attention(
-            q, k_pages, v_pages, page_table, sequence, position, scale, window
+            q, k_pages, v_pages, page_table, sequence, position, scale, window, sinks
         )
 
     def split_heads(

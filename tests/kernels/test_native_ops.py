@@ -252,14 +252,16 @@ ATTENTION_CASES = [  # heads, kv heads, head dim, page tokens, window
 
 
 @pytest.mark.parametrize("act", ACTS, ids=str)
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize(("N", "NKV", "D", "page_tokens", "window"), ATTENTION_CASES, ids=str)
-def test_attention_matches_reference(ops, N, NKV, D, page_tokens, window, act):
+def test_attention_matches_reference(ops, N, NKV, D, page_tokens, window, sinks, act):
     kv = Paged((700, 3, 257), NKV, D, page_tokens, act)
     rows = [(0, p) for p in (0, 1, 255, 256, *range(690, 700))] + [(1, p) for p in range(3)]
     rows += [(2, 256)]
     sequence, position = torch.tensor(rows, dtype=torch.int32).T.contiguous()
     q = torch.randn(len(rows), N, D).to(act)
-    args = (q, kv.k, kv.v, kv.table, sequence, position, D**-0.5, window)
+    logits = 2 * torch.randn(N) if sinks else None
+    args = (q, kv.k, kv.v, kv.table, sequence, position, D**-0.5, window, logits)
     torch.testing.assert_close(ops.attention(*args), REFERENCE.attention(*args), **TOLERANCE[act])
 
 
@@ -276,7 +278,8 @@ def test_attention_does_not_depend_on_batch_chunks_or_pages(
     rows = [(0, p) for p in range(560, 600)] + [(1, p) for p in range(40)]
     sequence, position = torch.tensor(rows, dtype=torch.int32).T.contiguous()
     q = torch.randn(len(rows), N, D).to(act)
-    together = ops.attention(q, kv.k, kv.v, kv.table, sequence, position, D**-0.5, window)
+    sinks = torch.randn(N)
+    together = ops.attention(q, kv.k, kv.v, kv.table, sequence, position, D**-0.5, window, sinks)
     for T in (1, 3, 8, 11, 64):
         for first in (0, 37, len(rows) - T):
             part = slice(first, first + T)
@@ -289,6 +292,7 @@ def test_attention_does_not_depend_on_batch_chunks_or_pages(
                 position[part],
                 D**-0.5,
                 window,
+                sinks,
             )
             assert torch.equal(alone, together[part]), (T, first)
 
@@ -300,11 +304,13 @@ def test_attention_spreads_a_long_context_with_the_same_result(ops):
     )  # enough rows: one unit does all their blocks
     zeros = torch.zeros_like(many)
     q = torch.randn(100, 4, 64)
-    together = ops.attention(q, kv.k, kv.v, kv.table, zeros, many, 0.125)
+    sinks = torch.randn(4)
+    together = ops.attention(q, kv.k, kv.v, kv.table, zeros, many, 0.125, None, sinks)
     for row in (0, 50, 99):
-        one = slice(row, row + 1)
-        alone = ops.attention(q[one], kv.k, kv.v, kv.table, zeros[one], many[one], 0.125)
-        assert torch.equal(alone, together[one])
+        at = slice(row, row + 1)
+        one = q[at], kv.k, kv.v, kv.table, zeros[at], many[at]
+        alone = ops.attention(*one, 0.125, None, sinks)
+        assert torch.equal(alone, together[at])
 
 
 def test_attention_hands_on_nan_in_a_key(ops):

@@ -167,6 +167,21 @@ class TestAttention:
             )
             torch.testing.assert_close(out[i], expected[0, :, 0].to(act), **tolerance(act))
 
+    @pytest.mark.parametrize("window", [None, 3])
+    def test_a_sink_takes_its_share_of_the_probability(self, window):
+        """As transformers' gpt_oss: softmax over scores and sink, the sink's share is dropped."""
+        k_pages, v_pages, table, plain = paged([9], 4, 2, 16, torch.float32)
+        q, sinks = torch.randn(1, 4, 16), torch.tensor([-50.0, 0.0, 1.5, 50.0])
+        at = torch.tensor([8], dtype=torch.int32)
+        out = ops.attention(q, k_pages, v_pages, table, at * 0, at, 0.3, window, sinks)
+        plain_out = ops.attention(q, k_pages, v_pages, table, at * 0, at, 0.3, window)
+        torch.testing.assert_close(out[:, 0], plain_out[:, 0])  # the sink weighs nothing
+        assert out[:, 3].abs().max() < 1e-6  # the sink weighs all
+        k = plain[0][0].transpose(0, 1).repeat_interleave(2, dim=0)[:, 9 - (window or 9) :]
+        scores = 0.3 * (k @ q[0, :, :, None]).squeeze(-1)  # [N, S]
+        share = scores.exp().sum(-1) / (scores.exp().sum(-1) + sinks.exp())
+        torch.testing.assert_close(out, plain_out * share[None, :, None])
+
     @pytest.mark.parametrize("window", [None, 9])
     def test_rows_pages_and_page_size_change_no_bit(self, window):
         k_pages, v_pages, table, plain = paged([50], 4, 2, 16, torch.float32)

@@ -82,6 +82,9 @@ def launch_everything() -> None:
             ops.moe(x, *routes, address, layout)
         for window in (None, 1024) if T in (1, 512) else (None,):
             ops.attention(tensor(T, N, D), k, k, table, at, at, 0.1, window)
+            if window:  # as in gpt-oss
+                sinks = tensor(N, dtype=f32)
+                ops.attention(tensor(T, N, D), k, k, table, at, at, 0.1, window, sinks)
     k32 = tensor(P, page, NKV, D, dtype=f32)
     for T in (1, 64):
         table, at = tensor(8, M, dtype=i32), tensor(T, dtype=i32)

@@ -171,22 +171,25 @@ class TestMoe:
 class TestAttention:
     @pytest.mark.parametrize("act", ACT, ids=str)
     @pytest.mark.parametrize("window", [None, 5])
+    @pytest.mark.parametrize("sinks", [False, True])
     @pytest.mark.parametrize(
         ("T", "N", "NKV", "D", "page"),
         [(1, 6, 2, 24, 8), (4, 4, 4, 16, 5), (30, 6, 2, 24, 8)],
         ids=str,
     )
-    def test_matches_the_reference(self, T, N, NKV, D, page, window, act):
+    def test_matches_the_reference(self, T, N, NKV, D, page, sinks, window, act):
         q, k, v, table, sequence, position = self.paged(T, N, NKV, D, page, act)
-        arguments = (q, k, v, table, sequence, position, D**-0.5, window)
+        logits = 2 * torch.randn(N) if sinks else None
+        arguments = (q, k, v, table, sequence, position, D**-0.5, window, logits)
         assert_near(ops.attention(*arguments), reference.attention(*arguments), act)
 
     @pytest.mark.parametrize("T", [3, 30])
     def test_rows_not_in_use_give_zeros_and_change_no_others(self, T):
         q, k, v, table, sequence, position = self.paged(T, 6, 2, 24, 8, torch.float32)
-        want = ops.attention(q, k, v, table, sequence, position, 0.2)
+        sinks = torch.randn(6)
+        want = ops.attention(q, k, v, table, sequence, position, 0.2, None, sinks)
         position[1], sequence[2] = -1, -1
-        mine = ops.attention(q, k, v, table, sequence, position, 0.2)
+        mine = ops.attention(q, k, v, table, sequence, position, 0.2, None, sinks)
         assert not mine[1:3].any()
         assert torch.equal(mine[3:], want[3:]) and torch.equal(mine[0], want[0])
 
