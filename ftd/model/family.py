@@ -83,6 +83,8 @@ class DecoderFamily(ABC):
         if isinstance(mlp, DenseSpec):
             return mlp_tensors(f"{at}.{self.mlp}", H, mlp.inner)
         shapes: Shapes = {f"{at}.{self.router}.weight": (mlp.num_experts, H)}
+        if mlp.router_bias:
+            shapes[f"{at}.{self.router}.bias"] = (mlp.num_experts,)
         if mlp.shared:
             shapes |= mlp_tensors(f"{at}.{self.shared}", H, mlp.shared.inner)
             if mlp.shared.gated:
@@ -141,6 +143,7 @@ class DecoderFamily(ABC):
             rotary=rotary,
             q_norm=dense.norm(f"{at}.q_norm") if attention.qk_norm else None,
             k_norm=dense.norm(f"{at}.k_norm") if attention.qk_norm else None,
+            sinks=dense.tensor(f"{at}.sinks").float() if attention.sinks else None,
         )
 
     def build_mlp(self, dense: DenseWeights, spec: ModelSpec, layer: int) -> Block:
@@ -177,6 +180,8 @@ def attention_tensors(at: str, hidden: int, spec: AttentionSpec) -> Shapes:
         shapes |= {f"{at}.{x}_proj.bias": (rows,) for x, rows in zip("qkv", (q, kv, kv))}
     if spec.out_bias:
         shapes[f"{at}.o_proj.bias"] = (hidden,)
+    if spec.sinks:
+        shapes[f"{at}.sinks"] = (spec.num_heads,)
     return shapes
 
 

@@ -94,6 +94,7 @@ class Attention:
     rotary: Rotary | None
     q_norm: RmsNorm | None = None  # and k_norm: both or none
     k_norm: RmsNorm | None = None
+    sinks: torch.Tensor | None = None  # [N] float32
 
     def __call__(self, x: torch.Tensor, run: Pass) -> torch.Tensor:
         spec, step = self.spec, run.step
@@ -123,6 +124,7 @@ class Attention:
             step.position,
             spec.softmax_scale,
             spec.window,
+            self.sinks,
         )
         return self.out(attended.view(-1, spec.num_heads * spec.head_dim))
 

@@ -32,6 +32,7 @@ class AttentionSpec:
     qk_norm: Literal["head", "width"] | None = None  # over each head, or all heads together
     bias: bool = False  # of q, k and v
     out_bias: bool = False
+    sinks: bool = False  # each head has one more logit, whose share of the softmax is dropped
     window: int | None = None  # a query at p sees keys p - window + 1 .. p; None: all up to p
     gated: bool = False  # each channel of the result is weighted by a sigmoid of the input
 
@@ -71,6 +72,7 @@ class MoeSpec:
     experts_per_token: int
     inner: int  # I
     normalise_topk: bool
+    router_bias: bool = False
     shared: SharedSpec | None = None
     activation: Activation = SILU  # of routed experts
     bias: bool = False  # routed experts add one to gate, up and down
