@@ -51,6 +51,26 @@ class Constraint(Protocol):
         ...
 
 
+class AnchorKind(StrEnum):
+    """What ends at, or comes behind, a position that work is likely to resume from."""
+
+    SYSTEM = "system"  # end of tools and system prompt
+    USER = "user"  # before the last message of the user
+    TURN = "turn"  # end of an answer
+    RESULT = "result"  # end of a tool's result
+    FORK = "fork"  # two prompts have parted here, and a third came to it
+    ROLE = "role"  # a message begins
+    THOUGHT = "thought"  # end of thinking
+    CALL = "call"  # a call begins
+    CALL_END = "call end"
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    position: int  # tokens before it
+    kind: AnchorKind
+
+
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     request_id: str  # unique while the daemon lives; client ids are kept apart elsewhere
@@ -63,6 +83,8 @@ class EngineRequest:
     copies_of: str | None = None  # request_id of a sibling (n > 1) whose prompt pages are awaited
     arrival_s: float = 0.0  # time.monotonic()
     constraint: Constraint | None = None  # of this sequence alone
+    anchors: tuple[Anchor, ...] = ()  # borders within the prompt, in order
+    session: str = ""  # whose conversation it is, where the client says
 
 
 class Finish(StrEnum):

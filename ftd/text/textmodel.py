@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from tokenizers import Tokenizer
 
-from ftd.engine.api import Sampling
+from ftd.engine.api import Anchor, Sampling
 from ftd.errors import CheckpointError, RequestInvalid
 
+from .borders import Borders, find_borders
 from .conversation import Conversation
 from .detokenize import Detokenizer, Vocabulary
 from .dialects import Markup, detect
@@ -56,6 +57,7 @@ class TextModel:
         self.defaults = _sampling_defaults(generation)
         self._templates = _load_templates(path, tokenizer_config)
         self._markups: dict[tuple[str, str | None], Markup] = {}  # by template and dialect
+        self._borders: Borders | None = None
         from .constrain import ConstraintCompiler  # with torch, which nothing else here waits for
 
         self._constraints = ConstraintCompiler(self._vocabulary, self.eos_ids)
@@ -94,12 +96,14 @@ class TextModel:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         extra: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
     ) -> str:
         """The prompt of a chat, ending where the assistant's answer begins.
 
         Args:
             messages: from ``messages.normalise``.
             extra: further variables of the template, such as ``enable_thinking``.
+            add_generation_prompt: False: it ends with the last message.
         Raises:
             RequestInvalid: there is no template, or it refuses every form of the messages.
         """
@@ -107,7 +111,9 @@ class TextModel:
         refusal: TemplateRefused | None = None
         for form in rewrites(messages):
             try:
-                return template.render(form, tools=tools, extra=extra)
+                return template.render(
+                    form, tools=tools, extra=extra, add_generation_prompt=add_generation_prompt
+                )
             except TemplateRefused as error:
                 refusal = refusal or error  # the first speaks of the messages as they were sent
         assert refusal is not None
@@ -162,6 +168,25 @@ class TextModel:
         thought = markup.thought(prompt, conversation.thinking.on)
         return self._constraints.constraint(
             markup, conversation.demand, conversation.tools, thought, vocab
+        )
+
+    def anchors(self, ids: Sequence[int]) -> tuple[Anchor, ...]:
+        """Borders within a prompt that the chat template has written: where work may resume.
+
+        Cost: some ms for the first call, then 1 µs for 200 tokens.
+        """
+        if self._borders is None:
+            self._borders = self._find_borders()
+        return self._borders.anchors(ids)
+
+    def _find_borders(self) -> Borders:
+        if "default" not in self._templates:
+            return Borders()
+        dialect = self._markup(Conversation([]), None).dialect
+        return find_borders(
+            lambda messages, **options: self.render(in_terms_of(dialect, messages), **options),
+            self.encode,
+            frozenset(self._tokenizer.get_added_tokens_decoder()),
         )
 
     def _markup(self, conversation: Conversation, dialect: str | None) -> Markup:
