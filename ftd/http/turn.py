@@ -11,6 +11,7 @@ from ftd.errors import RequestInvalid
 from ftd.text.answer import Reading
 from ftd.text.conversation import EFFORTS, Conversation, Demand, Thinking, Tool
 from ftd.text.stops import StopSet
+from ftd.text.textmodel import Rendered
 
 from .exchange import Asked
 from .generation import Job, Prompt, room_tokens
@@ -19,10 +20,9 @@ MAX_TOOLS = 1024
 MAX_NAME_CHARS = 256
 
 
-def prompt_of(asked: Asked, conversation: Conversation) -> Prompt:
+def prompt_of(asked: Asked, conversation: Conversation) -> Rendered:
     """Render and tokenize; what tokens are counted by is exactly what is generated from."""
-    text = asked.served.text.prompt(conversation, asked.tool_dialect)
-    return Prompt(asked.served.text.encode(text), text)
+    return asked.served.text.prompt(conversation, asked.tool_dialect)
 
 
 def turn_job(
@@ -48,21 +48,22 @@ def turn_job(
     limits, text = asked.served.engine.limits, asked.served.text
     prompt = prompt_of(asked, conversation)
     room_tokens(len(prompt.ids), limits)
-    constraint = text.constraint(conversation, prompt.text or "", limits.vocab, asked.tool_dialect)
+    constraint = text.constraint(conversation, prompt.tail, limits.vocab, asked.tool_dialect)
     demand = conversation.demand
     if ignore_eos and (demand.schema is not None or demand.must_call):
         raise RequestInvalid(
             "ignore_eos cannot go with a schema or a forced call, behind which nothing may come",
             param="ignore_eos",
         )
+    shown = text.text_of(prompt.pieces) if asked.config.log_prompts else None
     return Job(
-        prompts=(prompt,),
+        prompts=(Prompt(prompt.ids, shown, prompt.place),),
         copies=copies,
         max_tokens=max_tokens,
         sampling=sampling,
         reading=Reading(
             stops,
-            text.parser(conversation, prompt.text or "", asked.tool_dialect),
+            text.parser(conversation, prompt.tail, asked.tool_dialect),
             one_call=one_call,
             empty=max_tokens == 0,
         ),

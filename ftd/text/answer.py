@@ -5,6 +5,7 @@ Every API is a different wrapping of the ``Piece``s made here.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,11 +13,14 @@ from typing import Literal, Protocol
 
 from ftd.engine.api import Finish, Output, TokenLogprob
 
-from .events import CallEnd, Event, Reasoning, Text
+from .events import Block, CallEnd, Event, Reasoning, Text, blocks_of
 from .stops import StopScanner, StopSet
 from .textmodel import TextModel
 
 Reason = Literal["stop", "length"]
+Remember = Callable[[Sequence[int], Sequence[Block]], None]
+
+_MOST_BEHIND_CALL = 24  # tokens in which a block of one call, and the answer with it, should end
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ class Reading:
 
     stops: StopSet
     parser: Callable[[], Parser] = PlainParser
-    one_call: bool = False  # the answer ends with its first call
+    one_call: bool = False  # the answer ends behind its first call
     empty: bool = False  # only the prompt's logprobs are wanted; the token sampled is thrown away
 
 
@@ -74,13 +78,21 @@ class Answer:
     """Turns the engine's outputs for one request into pieces.
 
     Stop strings are looked for in text, neither in thinking nor in calls.
+
+    Args:
+        remember: given the tokens and the blocks of an answer that the model has ended itself.
     """
 
-    def __init__(self, text: TextModel, reading: Reading) -> None:
+    def __init__(self, text: TextModel, reading: Reading, remember: Remember | None = None) -> None:
         self.tokens = 0  # sampled, the one that ended the answer included
         self.reasoning_tokens = 0
         self.reused_tokens = 0
         self._reading = reading
+        self._remember = remember
+        self._generated = array("i")  # but for the token that ends the answer
+        self._told: list[Event] = []  # so far, if it is to be remembered
+        self._ended_itself = False
+        self._behind_call: int | None = None  # tokens read since the only call there may be
         self._detokenizer = text.detokenizer()
         self._parser = reading.parser()
         self._scanner = StopScanner(reading.stops)
@@ -101,10 +113,15 @@ class Answer:
             )
         events: list[Event] = []
         finish = self._read_output(output, events)
+        events = list(_merged(events))
+        if self._remember is not None:
+            self._told += events
+            if self._ended_itself:
+                self._remember(self._generated, blocks_of(self._told))
         self._shown_chars += sum(len(e.text) for e in events if isinstance(e, Text))
         logprobs = self._logprobs_shown(all_=finish is not None and not self._scanner.matched)
         return Piece(
-            tuple(_merged(events)),
+            tuple(events),
             logprobs=tuple(logprob for _, logprob in logprobs),
             offsets=tuple(offset for offset, _ in logprobs),
             prompt_logprobs=output.prompt_logprobs,
@@ -120,12 +137,14 @@ class Answer:
             tokens = tokens[:-1]  # an eos or stop id is no part of the text
         for i, token in enumerate(tokens):
             self.tokens += 1
+            if self._remember is not None:
+                self._generated.append(token)
             if output.logprobs:
                 self._waiting.append((self._read_chars, output.logprobs[i]))
             thinking = self._parser.thinking
             events = self._parser.feed(token, self._detokenizer.push(token))
             self.reasoning_tokens += thinking or self._parser.thinking
-            if self._show(events, shown):
+            if self._show(events, shown) or self._lingers():
                 return "stop"
         self.tokens += len(output.tokens) - len(tokens)
         if output.finish is None:
@@ -137,12 +156,17 @@ class Answer:
         if self._show(self._parser.finish(cut), shown):
             return "stop"
         shown.append(Text(self._scanner.flush()))
+        self._ended_itself = output.finish is Finish.EOS and not thinking
         # an answer that ends within its thinking has been cut, whoever cut it
-        return "length" if cut or thinking else "stop"
+        return "length" if (cut or thinking) and self._behind_call is None else "stop"
 
     def _show(self, events: Iterable[Event], shown: list[Event]) -> bool:
         """Add to ``shown`` what stop strings let through; whether the answer ends here."""
         for event in events:
+            if self._behind_call is not None:
+                if isinstance(event, Text) and not event.text.strip():
+                    continue
+                return True
             if isinstance(event, Text):
                 self._read_chars += len(event.text)
                 shown.append(Text(self._scanner.push(event.text)))
@@ -152,8 +176,15 @@ class Answer:
             shown.append(Text(self._scanner.flush()))
             shown.append(event)
             if self._reading.one_call and isinstance(event, CallEnd):
-                return True
+                self._behind_call = 0
         return False
+
+    def _lingers(self) -> bool:
+        """Whether the answer should have ended by now, behind the only call there may be."""
+        if self._behind_call is None:
+            return False
+        self._behind_call += 1
+        return self._behind_call > _MOST_BEHIND_CALL
 
     def _logprobs_shown(self, *, all_: bool) -> list[tuple[int, TokenLogprob]]:
         """Those of tokens whose text has begun to be shown; a stop string's tokens never are."""

@@ -342,7 +342,7 @@ class Markup:
 
     Markers that are tokens are decided by token. The parser sees each of them as one character
     of its own, a lone surrogate, which text decoded from UTF-8 never holds: the same marker spelled
-    with ordinary tokens stays text. ``dialect`` has its markers in that form.
+    with ordinary tokens stays text. ``dialect`` has its markers in that form, ``spelled`` as text.
 
     Args:
         added_tokens: the tokenizer's added tokens and their ids.
@@ -358,7 +358,7 @@ class Markup:
         symbols = {token: chr(0xD800 + i) for i, token in enumerate(tokens)}
         self.symbols = {added_tokens[token]: symbol for token, symbol in symbols.items()}
         self.spelling = {ord(symbol): token for token, symbol in symbols.items()}
-        self._spelled = dialect
+        self.spelled = dialect
         self.dialect: Dialect = _with_symbols(dialect, symbols)
         self._set_marks(self.dialect)
 
@@ -394,7 +394,7 @@ class Markup:
 
     def opens_thinking(self, prompt: str) -> bool:
         """Whether the answer to ``prompt`` begins within thinking."""
-        think = self._spelled.think
+        think = self.spelled.think
         if think is None or not think.open:
             return False
         ends = (think.open, f"{think.open}{think.lead}".rstrip(), think.open + think.also_open)
@@ -405,7 +405,7 @@ class Markup:
         Args:
             on: whether the answer is to think, if anybody said so.
         """
-        think, is_open = self._spelled.think, self.opens_thinking(prompt)
+        think, is_open = self.spelled.think, self.opens_thinking(prompt)
         over = bool(think and think.close and prompt.rstrip().endswith(think.close))
         return Thought(is_open, on is not False and not is_open and not over)
 
@@ -417,7 +417,7 @@ class Markup:
     @property
     def end_of_thinking(self) -> str | None:
         """What ends thinking, as the template writes it: to be forced when a budget is used up."""
-        think = self._spelled.think
+        think = self.spelled.think
         return f"{think.trail}{think.close}{think.after}" if think and think.close else None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +19,11 @@ from .borders import Borders, find_borders
 from .conversation import Conversation
 from .detokenize import Detokenizer, Vocabulary
 from .dialects import Markup, detect
+from .echo import EchoMemory, Place, Turn, heard_before
 from .history import in_terms_of
 from .messages import Message, rewrites
 from .parse import OutputParser
+from .splice import Frame, NotPlaced, Spliced, with_marks
 from .template import ChatTemplate, TemplateRefused
 
 if TYPE_CHECKING:
@@ -35,6 +38,22 @@ _SPECIAL_TOKENS = (
     "cls_token",
     "mask_token",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A conversation as a prompt."""
+
+    ids: list[int]
+    pieces: Spliced  # that the ids were made from
+    place: Place | None  # of its answer; None: it cannot be remembered
+
+    @property
+    def tail(self) -> str:
+        """Text at the end of the prompt, enough to tell how an answer begins."""
+        tail = self.pieces[-1]
+        assert isinstance(tail, str)
+        return tail
 
 
 class TextModel:
@@ -54,10 +73,12 @@ class TextModel:
         tokenizer_config = _read_json(path / "tokenizer_config.json")
         generation = _read_json(path / "generation_config.json")
         self.eos_ids = self._eos_ids(_read_json(path / "config.json"), generation, tokenizer_config)
+        self._ends = [self.token_bytes(token).decode(errors="replace") for token in self.eos_ids]
         self.defaults = _sampling_defaults(generation)
         self._templates = _load_templates(path, tokenizer_config)
         self._markups: dict[tuple[str, str | None], Markup] = {}  # by template and dialect
         self._borders: Borders | None = None
+        self.echoes = EchoMemory()
         from .constrain import ConstraintCompiler  # with torch, which nothing else here waits for
 
         self._constraints = ConstraintCompiler(self._vocabulary, self.eos_ids)
@@ -119,17 +140,64 @@ class TextModel:
         assert refusal is not None
         raise refusal
 
-    def prompt(self, conversation: Conversation, dialect: str | None = None) -> str:
-        """``render`` of a conversation, with thinking and past calls in the template's own terms.
+    def prompt(self, conversation: Conversation, dialect: str | None = None) -> Rendered:
+        """``render`` of a conversation, with thinking and past calls in the template's own terms,
+        and past answers that are remembered as the tokens they were generated in.
 
         Args:
             dialect: how the model writes calls and thinking; None: as its template tells.
         """
+        markup = self._markup(conversation, dialect)
+        frame = Frame(markup.spelled, self._ends)
+        heard = heard_before(conversation.messages)
+        pieces = self._pieces(conversation, frame, self._remembered(conversation, markup, heard))
+        ids: list[int] = []
+        for piece in pieces:
+            ids += self.encode(piece) if isinstance(piece, str) else piece
+        tail = pieces[-1]
+        assert isinstance(tail, str)
+        return Rendered(ids, pieces, frame.place(heard[-1], tail))
+
+    def _remembered(
+        self, conversation: Conversation, markup: Markup, heard: Sequence[bytes]
+    ) -> dict[int, Turn]:
+        """Answers of the past by the number of their message."""
+        turns = {}
+        for i, message in enumerate(conversation.messages):
+            if message["role"] != "assistant":
+                continue
+            if len(message.get("tool_calls", ())) > 1 and markup.spelled.history.one_call:
+                continue  # the template makes several messages of it
+            if (turn := self.echoes.find(message, heard[i])) is not None:
+                turns[i] = turn
+        return turns
+
+    def _pieces(self, conversation: Conversation, frame: Frame, turns: dict[int, Turn]) -> Spliced:
         tools = conversation.declarations
         facts = self._template(with_tools=bool(tools)).facts
         extra = {**conversation.thinking.variables(facts), **conversation.variables}
-        messages = in_terms_of(self._markup(conversation, dialect).dialect, conversation.messages)
-        return self.render(messages, tools=tools, extra=extra)
+        while True:
+            messages, answers = with_marks(conversation.messages, turns)
+            try:
+                text = self.render(in_terms_of(frame.dialect, messages), tools=tools, extra=extra)
+                return frame.splice(text, answers)
+            except NotPlaced as error:
+                self.echoes.forget(answers[error.number].turn)
+                # nothing behind it can be found in the prefix cache any more
+                turns = dict(list(turns.items())[: error.number])
+            except TemplateRefused:
+                if not turns:
+                    raise
+                turns = {}
+
+    def text_of(self, pieces: Spliced) -> str:
+        """The whole text of a prompt, special tokens included."""
+        return "".join(
+            piece
+            if isinstance(piece, str)
+            else b"".join(map(self.token_bytes, piece)).decode(errors="replace")
+            for piece in pieces
+        )
 
     def parser(
         self, conversation: Conversation, prompt: str, dialect: str | None = None

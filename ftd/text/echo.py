@@ -1,0 +1,217 @@
+"""Echo memory: answers as the tokens they were generated in, for when clients send them back.
+
+Clients parse the arguments of calls and write them anew, strip ids and drop layout, so a message of
+the past, rendered by the template, is seldom what was generated; from there on the prefix cache
+finds nothing. Here an answer is kept by the id of its first call, or by what was heard and said,
+and given back only for a message that still says the same. Whatever the client changed is rendered
+as changed, and what is forgotten costs time, never truth.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import orjson
+
+from .messages import Message
+
+LIMIT_BYTES = 32 * 2**20  # some 10,000 turns of an agent
+_TURN_BYTES = 900  # of Python's objects in a turn, beside what they hold
+_ID_CHARS = 32  # at the end of a call's id: those tell calls apart
+_LINE_END = re.compile(r"(\r\n|\n|\r)")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an answer stands in a prompt."""
+
+    heard: bytes  # digest of the messages since the assistant's last
+    before: str  # the end of the prompt's text, up to what only a prompt to be answered has
+    opening: str  # which follows it and the answer begins behind, such as an opened thinking
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    id: str
+    name: str
+    arguments: str  # JSON, as generated
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """An answer in the terms clients send it back in."""
+
+    text: str
+    reasoning: Sequence[str] = ()  # block by block: the APIs join them differently
+    calls: Sequence[Call] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """An answer that is remembered."""
+
+    key: bytes
+    place: Place
+    tokens: array[int]  # without the one that ended it
+    text: bytes  # digest
+    reasoning: frozenset[bytes]  # digests, of every way to join it
+    calls: tuple[Call, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        texts = [self.place.before, self.place.opening]
+        texts += [text for call in self.calls for text in (call.id, call.name, call.arguments)]
+        tokens = len(self.tokens) * self.tokens.itemsize
+        return _TURN_BYTES + tokens + sum(map(len, texts))
+
+
+class EchoMemory:
+    """Bounded: the least recently used turn goes first. Every method may be called from any thread.
+
+    Args:
+        limit_bytes: of all turns together.
+    """
+
+    def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
+        self._limit_bytes = limit_bytes
+        self._turns: OrderedDict[bytes, Turn] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def size_bytes(self) -> int:
+        return self._bytes
+
+    def keep(self, place: Place, tokens: Iterable[int], said: Said) -> None:
+        """Remember an answer; of two that cannot be told apart, the newer."""
+        turn = Turn(
+            _key(place.heard, said.text, said.reasoning, [call.id for call in said.calls]),
+            place,
+            array("i", tokens),
+            _digest(said.text),
+            frozenset({_digest("".join(said.reasoning)), _digest("\n".join(said.reasoning))}),
+            tuple(said.calls),
+        )
+        with self._lock:
+            self._drop(turn.key)
+            self._turns[turn.key] = turn
+            self._bytes += turn.size_bytes
+            while self._bytes > self._limit_bytes:
+                self._drop(next(iter(self._turns)))
+
+    def find(self, message: Message, heard: bytes) -> Turn | None:
+        """The turn that ``message``, a normalised one of the assistant, is.
+
+        Args:
+            heard: of the messages before it, by ``heard_before``.
+        """
+        ids = [call["id"] for call in message.get("tool_calls", ())]
+        reasoning = message.get("reasoning_content", "")
+        key = _key(heard, message["content"], [reasoning], ids)
+        with self._lock:
+            turn = self._turns.get(key)
+            if turn is not None:
+                self._turns.move_to_end(key)
+        if turn is None or turn.place.heard != heard or not _says(message, turn):
+            return None
+        return turn
+
+    def forget(self, turn: Turn) -> None:
+        with self._lock:
+            if self._turns.get(turn.key) is turn:
+                self._drop(turn.key)
+
+    def _drop(self, key: bytes) -> None:
+        if (turn := self._turns.pop(key, None)) is not None:
+            self._bytes -= turn.size_bytes
+
+
+def heard_before(messages: Sequence[Message]) -> list[bytes]:
+    """For each message, and for what may follow the last: a digest of the messages before it, back
+    to the assistant's last."""
+    digests, heard = [], blake2b(digest_size=16)
+    for message in messages:
+        digests.append(heard.digest())
+        if message["role"] == "assistant":
+            heard = blake2b(digest_size=16)
+            continue
+        result_of = _stable(message["tool_call_id"]) if "tool_call_id" in message else ""
+        facts = [message["role"], message.get("name"), message["content"], result_of]
+        heard.update(orjson.dumps(facts))
+    return [*digests, heard.digest()]
+
+
+def _says(message: Message, turn: Turn) -> bool:
+    """Whether ``message`` is what was answered, but for how clients write it."""
+    calls = message.get("tool_calls", ())
+    return (
+        _digest(message["content"]) == turn.text
+        and _digest(message.get("reasoning_content", "")) in turn.reasoning
+        and len(calls) == len(turn.calls)
+        and all(map(_is_call, calls, turn.calls))
+    )
+
+
+def _is_call(returned: Message, call: Call) -> bool:
+    function = returned["function"]
+    return (
+        _stable(returned["id"]) == _stable(call.id)
+        and function["name"] == call.name
+        and same_value(orjson.loads(call.arguments), function["arguments"])
+    )
+
+
+def same_value(said: Any, returned: Any) -> bool:
+    """Whether a client that reads JSON and writes it anew, as JavaScript does, makes this of that.
+
+    Numbers are doubles there, and keys may change their order. Claude Code cuts off blanks at the
+    end of lines.
+    """
+    if isinstance(said, dict):
+        return (
+            isinstance(returned, dict)
+            and said.keys() == returned.keys()
+            and all(same_value(value, returned[key]) for key, value in said.items())
+        )
+    if isinstance(said, list):
+        return (
+            isinstance(returned, list)
+            and len(said) == len(returned)
+            and all(map(same_value, said, returned))
+        )
+    if isinstance(said, str):
+        return isinstance(returned, str) and returned in (said, _without_trailing_blanks(said))
+    if _is_number(said) and _is_number(returned):
+        return float(said) == float(returned)
+    return type(said) is type(returned) and bool(said == returned)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _without_trailing_blanks(text: str) -> str:
+    return "".join(part if i % 2 else part.rstrip() for i, part in enumerate(_LINE_END.split(text)))
+
+
+def _key(heard: bytes, text: str, reasoning: Sequence[str], call_ids: Sequence[str]) -> bytes:
+    if call_ids:
+        return _stable(call_ids[0]).encode()
+    thoughts = "".join(reasoning).replace("\n", "")  # the same however the blocks are joined
+    return blake2b(orjson.dumps([text, thoughts]), digest_size=16, key=heard).digest()
+
+
+def _stable(call_id: str) -> str:
+    """What of a call's id no client changes: prefixes differ by API, and some keep letters only."""
+    return "".join(filter(str.isalnum, call_id))[-_ID_CHARS:]
+
+
+def _digest(text: str) -> bytes:
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -1,0 +1,129 @@
+"""Puts generated tokens in the place of answers that a template has rendered.
+
+A template decides everything around an answer, so it is asked: a remembered answer goes into it as
+a mark, and what the mark came out in, from the assistant's header to the token that ends the turn,
+gives way to the tokens. If the template leaves anything unclear, the turn is rendered as usual.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from .dialects import Dialect, markers_of
+from .echo import Place, Turn
+from .messages import Message
+
+_TAIL_CHARS = 96  # of a prompt's text: where its answer begins in later prompts is found by them
+_MOST_HEADER_CHARS = 768  # between that and an answer's first word: markers, a tool's id and name
+_LAYOUT = " \t\r\n\"':,;{}[]()`"  # what may stand around markers behind a call
+
+Spliced = list[str | Sequence[int]]  # text of the template, tokens of an answer, text, ...
+
+
+class NotPlaced(Exception):
+    """This answer's place is unclear in this template."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """A remembered answer that stands in a conversation as a mark."""
+
+    turn: Turn
+    mark: str
+    times: int  # the template may write it
+    called: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What a template writes around answers.
+
+    Args:
+        dialect: with its markers spelled out.
+        ends: the tokens that end answers, as text.
+    """
+
+    dialect: Dialect
+    ends: Sequence[str]
+
+    def place(self, heard: bytes, tail: str) -> Place | None:
+        """Where the answer to a prompt begins; None: nothing to know it by.
+
+        Args:
+            tail: the prompt's text behind the last remembered answer.
+        """
+        tail = tail[-_TAIL_CHARS:]
+        opening = re.search(rf"(?:\s|{_either(markers_of(self.dialect.think))})*\Z", tail)
+        start = opening.start() if opening else len(tail)
+        return Place(heard, tail[:start], tail[start:]) if start else None
+
+    def splice(self, text: str, answers: Sequence[Marked]) -> Spliced:
+        """Raises NotPlaced, with the number of the answer."""
+        pieces: Spliced = []
+        end = 0
+        for number, marked in enumerate(answers):
+            place, first = marked.turn.place, text.find(marked.mark, end)
+            start = text.rfind(place.before, end, max(first, 0))
+            begin = start + len(place.before)
+            if start < 0 or first - begin > _MOST_HEADER_CHARS:
+                raise NotPlaced(number)
+            if text.count(marked.mark) > marked.times:
+                raise NotPlaced(number)
+            pieces += [text[end:begin] + place.opening, marked.turn.tokens]
+            end = text.rfind(marked.mark) + len(marked.mark)
+            if marked.called:
+                end = self._end(text, end, number)
+        return [*pieces, text[end:]]
+
+    def _end(self, text: str, behind: int, number: int) -> int:
+        """Where a turn ends whose last mark is within a call."""
+        found = [at for end in self.ends if (at := text.find(end, behind)) >= 0]
+        if not found:
+            raise NotPlaced(number)
+        own = re.sub(_either(markers_of(self.dialect)), "", text[behind : min(found)])
+        if own.strip(_LAYOUT):
+            raise NotPlaced(number)
+        return min(found)
+
+
+def with_marks(
+    messages: Sequence[Message], turns: Mapping[int, Turn]
+) -> tuple[list[Message], list[Marked]]:
+    """The conversation with marks in place of its remembered answers.
+
+    Args:
+        turns: by the number of the message.
+    """
+    nonce = uuid.uuid4().hex  # no message of the client holds it
+    marks = {i: f"said{nonce}{i:06x}" for i in turns}
+    out = [_marked(m, marks[i]) if i in marks else m for i, m in enumerate(messages)]
+    answers = []
+    for i, turn in turns.items():
+        calls = len(messages[i].get("tool_calls", ()))
+        times = 2 * calls + bool(messages[i]["content"])
+        answers.append(Marked(turn, marks[i], times, calls > 0))
+    return out, answers
+
+
+def _marked(message: Message, mark: str) -> Message:
+    out = {key: value for key, value in message.items() if key != "reasoning_content"}
+    if message["content"]:
+        out["content"] = mark
+    if "tool_calls" in message:
+        out["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": {mark: mark}}}
+            for call in message["tool_calls"]
+        ]
+    return out
+
+
+def _either(markers: Iterable[str]) -> str:
+    wanted = sorted({marker.strip() for marker in markers} - {""}, key=len, reverse=True)
+    return "|".join(map(re.escape, wanted)) or "(?!)"
