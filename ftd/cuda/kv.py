@@ -30,8 +30,8 @@ class CudaKvCache(KvCache):
     ) -> None:
         self.num_pages, self.page_tokens = num_pages, page_tokens
         shapes = [
-            (num_pages + 1, page_tokens, layer.attention.num_kv_heads, layer.attention.head_dim)
-            for layer in spec.layers
+            (num_pages + 1, page_tokens, layer.num_kv_heads, layer.head_dim)
+            for layer in spec.attention_layers
         ]
         self.bytes = 2 * sum(round_up(prod(s) * dtype.itemsize, _ALIGN_BYTES) for s in shapes)
         self._range = memory.reserve(self.bytes, self.bytes)

@@ -14,6 +14,7 @@ from math import prod
 import torch
 
 from ftd.errors import BudgetExceeded
+from ftd.kv.state_cache import StateCache
 from ftd.model.spec import ModelSpec
 from ftd.units import format_bytes
 
@@ -26,10 +27,14 @@ _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # <linux/mman.h>; Python na
 class KvCache:
     """``k[layer]`` and ``v[layer]``: [P, page_tokens, NKV, D], zero until written.
 
+    ``layer`` counts those that attend; recurrent ones have their states beside it.
+
     Args:
         num_pages: in use at first.
         max_pages: address space for so many, P, if the system grants it: ``resize`` may go so far.
     """
+
+    states: StateCache | None = None  # of a model with recurrent layers
 
     def __init__(
         self,
@@ -42,8 +47,7 @@ class KvCache:
         self.num_pages = num_pages
         self.page_tokens = page_tokens
         tokens = [
-            (page_tokens, layer.attention.num_kv_heads, layer.attention.head_dim)
-            for layer in spec.layers
+            (page_tokens, layer.num_kv_heads, layer.head_dim) for layer in spec.attention_layers
         ]
         page_bytes = [prod(shape) * dtype.itemsize for shape in tokens]  # of k, and again of v
         self.page_bytes = 2 * sum(page_bytes)

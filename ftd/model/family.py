@@ -38,6 +38,7 @@ class DecoderFamily(ABC):
     shared = "mlp.shared_expert"
     shared_gate = "mlp.shared_expert_gate"
     expert = ("gate_proj", "up_proj", "down_proj")
+    norm_offset = 0.0  # what is added to the weights of norms: 1, where they are stored as 1 + w
 
     @abstractmethod
     def spec(
@@ -98,16 +99,13 @@ class DecoderFamily(ABC):
         ops: Ops,
         dtype: torch.dtype,
     ) -> Decoder:
-        dense = DenseWeights(weights, ops, dtype, spec.norm_eps)
-        rotaries = {
-            rope: Rotary(rope, dense.device)
-            for layer in spec.layers
-            if (rope := layer.attention.rope)
-        }
+        dense = DenseWeights(weights, ops, dtype, spec.norm_eps, self.norm_offset)
+        ropes = {attention.rope for attention in spec.attention_layers if attention.rope}
+        rotaries = {rope: Rotary(rope, dense.device) for rope in ropes}
         layers = []
         for index, layer in enumerate(spec.layers):
             at = self.at(index)
-            rope = layer.attention.rope
+            rope = layer.mixer.rope if isinstance(layer.mixer, AttentionSpec) else None
             mixer = self.build_mixer(dense, spec, index, rotaries[rope] if rope else None)
             mlp = self.build_mlp(dense, spec, index)
             layers.append(
@@ -137,7 +135,7 @@ class DecoderFamily(ABC):
         return Attention(
             dense.ops,
             attention,
-            layer,
+            spec.place(layer),
             qkv=dense.fused([f"{at}.{x}_proj" for x in "qkv"]),
             out=dense.linear(f"{at}.o_proj", torch.float32),
             rotary=rotary,
@@ -167,7 +165,7 @@ class DecoderFamily(ABC):
 def attention_tensors(at: str, hidden: int, spec: AttentionSpec) -> Shapes:
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     shapes: Shapes = {
-        f"{at}.q_proj.weight": (q, hidden),
+        f"{at}.q_proj.weight": (2 * q if spec.gated else q, hidden),
         f"{at}.k_proj.weight": (kv, hidden),
         f"{at}.v_proj.weight": (kv, hidden),
         f"{at}.o_proj.weight": (hidden, q),

@@ -89,7 +89,7 @@ class Attention:
     ops: Ops
     spec: AttentionSpec
     layer: int  # of the KV cache
-    qkv: Linear  # rows of all q heads, then k, then v
+    qkv: Linear  # rows of all q heads, each with its gate's behind if it has one; k; v
     out: Linear
     rotary: Rotary | None
     q_norm: RmsNorm | None = None  # and k_norm: both or none
@@ -100,7 +100,7 @@ class Attention:
         spec, step = self.spec, run.step
         heads = spec.num_heads + 2 * spec.num_kv_heads
         k_pages, v_pages = run.kv.k[self.layer], run.kv.v[self.layer]
-        qkv = self.qkv(x)
+        qkv, gate = self._ungated(self.qkv(x))
         norms = (self.q_norm, self.k_norm) if self.q_norm and self.k_norm else None
         if norms and spec.qk_norm == "width":
             qkv, norms = self._normed(qkv, *norms), None
@@ -126,7 +126,20 @@ class Attention:
             spec.window,
             self.sinks,
         )
-        return self.out(attended.view(-1, spec.num_heads * spec.head_dim))
+        attended = attended.view(-1, spec.num_heads * spec.head_dim)
+        if gate is not None:  # in float64: see SharedExpert
+            weight = gate.double().sigmoid().float()
+            attended = (attended.float() * weight).to(attended.dtype)
+        return self.out(attended)
+
+    def _ungated(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """q, k and v without the gate between them, and the gate [T, N D]."""
+        spec = self.spec
+        if not spec.gated:
+            return qkv, None
+        q, kv = qkv.tensor_split((2 * spec.num_heads * spec.head_dim,), dim=1)
+        q, gate = q.reshape(len(q), spec.num_heads, 2, spec.head_dim).unbind(2)
+        return torch.cat((q.flatten(1), kv), dim=1), gate.flatten(1)
 
     def _normed(self, qkv: torch.Tensor, q_norm: RmsNorm, k_norm: RmsNorm) -> torch.Tensor:
         """q and k normed over all their heads."""

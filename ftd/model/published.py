@@ -60,6 +60,13 @@ class Published:
             )
         return value
 
+    def choices(self, key: str, allowed: Sequence[str], length: int) -> list[str]:
+        """A list of ``length`` values that ftd knows; others make the model unsupported."""
+        values = self._get(key, _REQUIRED)
+        if not isinstance(values, list) or len(values) != length:
+            self.refuse(key, f"a list of {length} values")
+        return [Published({key: v}, self._file, self._prefix).choice(key, allowed) for v in values]
+
     def indices(self, key: str, below: int) -> frozenset[int]:
         """Those of a list that lie in [0, ``below``); empty by default."""
         value = self._get(key, [])
@@ -75,12 +82,17 @@ class Published:
             self.refuse(key, "a token id or a list of token ids")
         return tuple(ids)
 
-    def inner(self, key: str) -> Published:
-        """The dictionary under ``key``, empty by default."""
+    def inner(self, key: str, also: Sequence[str] = ()) -> Published:
+        """The dictionary under ``key``, empty by default.
+
+        Args:
+            also: keys that count for it where only this one has them.
+        """
         value = self._get(key, {})
         if not isinstance(value, dict):
             self.refuse(key, "an object")
-        return Published(value, self._file, f"{self._prefix}{key}.")
+        outer = {k: self._config[k] for k in also if k in self and value.get(k) is None}
+        return Published({**value, **outer}, self._file, f"{self._prefix}{key}.")
 
     def refuse(self, key: str, expected: str) -> NoReturn:
         """Raise the CheckpointError of a key whose value cannot be right."""

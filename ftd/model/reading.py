@@ -24,6 +24,8 @@ def read_attention(
     out_bias: bool = False,
     softmax_scale: float | None = None,  # None: head_dim ** -0.5
     window: int | None = None,
+    rotary_dim: int | None = None,  # None: all channels of a head turn
+    gated: bool = False,
 ) -> tuple[AttentionSpec, int]:
     """Grouped-query attention with rope, and the context that a rope scaling was made for."""
     hidden, num_heads = c.integer("hidden_size"), c.integer("num_attention_heads")
@@ -35,7 +37,7 @@ def read_attention(
     head_dim = c.integer("head_dim", hidden // num_heads)
     if head_dim % 2:
         c.refuse("head_dim", "an even number: rope turns pairs of channels")
-    rope, scaled_context = read_rope(c, head_dim)
+    rope, scaled_context = read_rope(c, rotary_dim or head_dim)
     spec = AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -46,6 +48,7 @@ def read_attention(
         bias=bias,
         out_bias=out_bias,
         window=window,
+        gated=gated,
     )
     return spec, scaled_context
 

@@ -12,14 +12,19 @@ from .granitemoe import GraniteMoe
 from .mixtral import Mixtral
 from .olmoe import Olmoe
 from .qwen2_moe import Qwen2Moe
+from .qwen3_5_moe import Qwen3_5Moe, Qwen3_5MoeText
 from .qwen3_moe import Qwen3Moe
+from .qwen3_next import Qwen3Next
 
 _FAMILIES: tuple[Architecture, ...] = (
     GraniteMoe(),
     Mixtral(),
     Olmoe(),
     Qwen2Moe(),
+    Qwen3_5Moe(),
+    Qwen3_5MoeText(),
     Qwen3Moe(),
+    Qwen3Next(),
 )
 ARCHITECTURES: dict[str, Architecture] = {
     model_type: architecture

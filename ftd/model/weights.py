@@ -18,12 +18,18 @@ class DenseWeights:
     """
 
     def __init__(
-        self, tensors: MutableMapping[str, torch.Tensor], ops: Ops, dtype: torch.dtype, eps: float
+        self,
+        tensors: MutableMapping[str, torch.Tensor],
+        ops: Ops,
+        dtype: torch.dtype,
+        eps: float,
+        norm_offset: float = 0.0,  # added to the weight of every norm
     ) -> None:
         self._tensors = tensors
         self.ops = ops
         self._dtype = dtype
         self._eps = eps
+        self._norm_offset = norm_offset
         self.device = next(iter(tensors.values())).device
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -43,7 +49,8 @@ class DenseWeights:
         return Linear(self.ops, weight, torch.cat(biases) if biases else None)
 
     def norm(self, name: str) -> RmsNorm:
-        return RmsNorm(self.ops, self.tensor(f"{name}.weight").float(), self._eps, self._dtype)
+        weight = self.tensor(f"{name}.weight").float() + self._norm_offset
+        return RmsNorm(self.ops, weight, self._eps, self._dtype)
 
     def finish(self) -> None:
         assert not self._tensors, sorted(self._tensors)
