@@ -208,6 +208,29 @@ def reload(ctx: click.Context, model: str | None, how: str) -> None:
 
 
 @main.command()
+@click.option("--vram", metavar="SIZE|PERCENT|auto", help="All that KV and expert slots may take.")
+@click.option("--kv-tokens", metavar="N|auto", help="Tokens of the KV pool.")
+@click.option("--expert-slots", metavar="N|auto", help="Experts in slots.")
+@click.option("--auto", is_flag=True, help="Divide it between slots and KV by need, from now on.")
+@_shared
+@click.pass_context
+def budget(
+    ctx: click.Context,
+    vram: str | None,
+    kv_tokens: str | None,
+    expert_slots: str | None,
+    auto: bool,
+) -> None:
+    """Change how much memory ftd has, while requests run.
+
+    Takes what ftd's own flags take; what is not given stays. A budget that cannot be is refused
+    with one that can, and nothing changes. Without options: show the plan in force.
+    """
+    command = p.Budget(vram, kv_tokens, expert_slots, auto)
+    _show(ctx, _call_long(ctx, command, "the change"), view.budget)
+
+
+@main.command()
 @_shared
 @click.pass_context
 def drain(ctx: click.Context) -> None:

@@ -166,6 +166,30 @@ def reloaded(result: p.ReloadResult, paint: Paint) -> list[str]:
     return [f"{change}, loaded in {format_seconds(result.load_s)}, {pause}{cut}"]
 
 
+def budget(result: p.BudgetResult, paint: Paint) -> list[str]:
+    if not result.changed:
+        return [*result.plan, *(["divided by need"] if result.auto else [])]
+    words = [
+        _change("slots", result.slots_were, result.slots),
+        _change("KV tokens", result.kv_tokens_were, result.kv_tokens),
+        f"paused {format_seconds(result.paused_ms / 1000)}",
+    ]
+    took = [
+        (result.experts_evicted, "experts evicted"),
+        (result.pages_evicted, "cached pages dropped"),
+        (result.pages_moved, "pages moved"),
+        (result.preempted, "sequences put off"),
+    ]
+    words += [f"{format_count(number)} {name}" for number, name in took if number]
+    return [", ".join(words)]
+
+
+def _change(name: str, before: int, after: int) -> str:
+    if before == after:
+        return f"{name} {format_count(after)} as before"
+    return f"{name} {format_count(before)} -> {format_count(after)}"
+
+
 def drained(result: p.DrainResult, paint: Paint) -> list[str]:
     return [f"{result.model} drained in {format_seconds(result.waited_s)}; takes no requests"]
 

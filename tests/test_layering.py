@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"cuda", "kernels", "kv", "experts", "model", "checkpoint", "memory", "schedule"},
     "text": {"engine.api"},
     "http": {"text", "engine.api", "lifecycle"},
-    "control": {"engine.api", "lifecycle", "check"},
+    "control": {"engine.api", "lifecycle", "memory.change", "check"},
     "lifecycle": {"engine", "text", "memory", "checkpoint", "model", "check"},
     "check": {
         "cuda",

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from ftd import __version__
+from ftd.config import flag, settings
 from ftd.control import protocol as p
-from ftd.errors import NotReady, RequestInvalid
+from ftd.errors import ConfigError, NotReady, RequestInvalid
 from ftd.lifecycle import Lifecycle
 from ftd.lifecycle.served import How
+from ftd.memory.change import Change
 
 INTERVAL_S = (0.05, 60.0)  # between two results of watch
 
@@ -49,6 +51,8 @@ class LifecycleCommands:
                 return await self._check(model)
             case p.Reload(model, how, timeout_s):
                 return await self._reload(model, How(how), timeout_s)
+            case p.Budget():
+                return await self._budget(command)
             case p.Drain(timeout_s):
                 return await self._drain(timeout_s)
             case p.Stop():
@@ -150,6 +154,21 @@ class LifecycleCommands:
         done = await self._lifecycle.reload(model, how, self._timeout_s(timeout_s))
         return p.ReloadResult(**asdict(done))
 
+    async def _budget(self, asked: p.Budget) -> p.BudgetResult:
+        change = read_change(asked)
+        done = None if change == Change() else await self._lifecycle.budget(change)
+        model = self._lifecycle.current()
+        now = model.engine.status()
+        kv_tokens, plan = now.pages_total * now.page_tokens, tuple(model.memory.table().split("\n"))
+        if done is None:
+            slots = now.slots_total
+            same = p.BudgetResult(False, model.memory.auto, kv_tokens, kv_tokens, slots, slots)
+            return replace(same, plan=plan)
+        facts = asdict(done)
+        paused_ms = round(1000 * facts.pop("paused_s"), 3)
+        auto = model.memory.auto
+        return p.BudgetResult(changed=True, auto=auto, **facts, paused_ms=paused_ms, plan=plan)
+
     async def _drain(self, timeout_s: float | None) -> p.DrainResult:
         began_s = time.monotonic()
         await self._lifecycle.drain(self._timeout_s(timeout_s))
@@ -164,6 +183,21 @@ class LifecycleCommands:
                 f"timeout_s is {given_s:g}, 0 to 86400 s are possible", param="timeout_s"
             )
         return given_s
+
+
+def read_change(asked: p.Budget) -> Change:
+    """Raises ConfigError: a value that no such flag takes."""
+    kinds = {f.name: f.metadata["kind"] for f in settings()}
+
+    def read(name: str) -> Any:
+        text = getattr(asked, name)
+        try:
+            return None if text is None else kinds[name].read(text, typed=False)
+        except ValueError as error:
+            raise ConfigError(f"{flag(name)} {text}: {error}") from None
+
+    vram: Any = "auto" if asked.vram == "auto" else read("vram")
+    return Change(vram, read("kv_tokens"), read("expert_slots"), asked.auto)
 
 
 def _rss_bytes() -> int:

@@ -172,6 +172,33 @@ class ExpertsResult:
     evicted: int
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """A use of the memory that computes: the GPU's, or on the CPU device all of it."""
+
+    name: str
+    planned_bytes: int
+    used_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetResult:
+    """Sizes in force, and what a change did; without a change it is the same as before."""
+
+    changed: bool
+    auto: bool  # slots and KV share the budget by need
+    kv_tokens: int
+    kv_tokens_were: int
+    slots: int
+    slots_were: int
+    pages_evicted: int = 0  # of the prefix cache
+    pages_moved: int = 0
+    experts_evicted: int = 0
+    preempted: int = 0  # sequences that continue later
+    paused_ms: float = 0.0
+    plan: tuple[str, ...] = ()
+
+
 # ---- the table
 
 
@@ -223,6 +250,17 @@ class Reload(Command[ReloadResult]):
     model: str | None = None  # None: the one that is served, read anew
     how: Literal["drain", "cut"] = "drain"
     timeout_s: float | None = None  # how long requests may go on; None: ftd's --drain-timeout
+
+
+@command("budget", at=At.SAFE_POINT, result=BudgetResult)
+@dataclass(frozen=True, slots=True)
+class Budget(Command[BudgetResult]):
+    """Written as flags are: "6G" or "90%", "32K" or "auto". None: as it is; all None: just tell."""
+
+    vram: str | None = None
+    kv_tokens: str | None = None
+    expert_slots: str | None = None
+    auto: bool = False
 
 
 @command("drain", at=At.BESIDE, result=DrainResult)

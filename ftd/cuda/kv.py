@@ -28,7 +28,8 @@ class CudaKvCache(KvCache):
         dtype: torch.dtype,
         memory: DeviceMemory,
     ) -> None:
-        self.num_pages, self.page_tokens = num_pages, page_tokens
+        self.num_pages = self.max_pages = num_pages
+        self.page_tokens = page_tokens
         shapes = [
             (num_pages + 1, page_tokens, layer.num_kv_heads, layer.head_dim)
             for layer in spec.attention_layers

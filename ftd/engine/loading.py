@@ -37,7 +37,7 @@ from ftd.kernels.formats import ExpertLayout
 from ftd.kernels.ops import Ops
 from ftd.kernels.reference import TorchOps
 from ftd.kv.cache import KvCache
-from ftd.memory.machine import Machine, read_machine
+from ftd.memory.machine import Machine, own_bytes, read_machine
 from ftd.memory.plan import MemoryPlan, act_dtype, plan_memory
 from ftd.model.architecture import Architecture, Model
 from ftd.model.registry import architecture_for
@@ -72,6 +72,7 @@ class LoadedEngine:
     spec: ModelSpec
     plan: MemoryPlan
     kernels: str  # what computes: an instruction set, or "torch"
+    most_pages: int  # the KV cache can grow to
 
 
 def prepare(
@@ -104,6 +105,20 @@ def prepare(
     return Prepared(checkpoint, architecture, spec, layout, machine, plan)
 
 
+def replanner(prepared: Prepared) -> Callable[[Config], MemoryPlan]:
+    """``plan_memory`` of a loaded model as of now: what it holds counts as available."""
+    plan = prepared.plan
+    gpu = plan.vram.gpu if plan.vram else None
+    machine = read_machine()
+    machine = replace(machine, available_bytes=machine.available_bytes + own_bytes())
+    if gpu:
+        free = torch.cuda.mem_get_info(gpu.index)[0]
+        free += held_bytes(torch.device("cuda", gpu.index))
+        gpu = replace(gpu, free_bytes=free)
+    spec, layout = prepared.spec, prepared.layout
+    return lambda config: plan_memory(spec, layout, plan.dense_bytes, config, machine, gpu)
+
+
 def load_engine(
     config: Config,
     prepared: Prepared,
@@ -121,6 +136,7 @@ def load_engine(
     """
     began_s = time.monotonic()
     core = load_core(config, prepared, progress, cancelled)
+    most_pages = core.kv.max_pages
     spec, plan = prepared.spec, prepared.plan
     limits = EngineLimits(
         context_tokens=plan.context_tokens,
@@ -138,7 +154,7 @@ def load_engine(
         kv_tokens=plan.kv_tokens,
         slots=plan.num_slots,
     )
-    return LoadedEngine(EngineThread(core, limits), spec, plan, core.kernels)
+    return LoadedEngine(EngineThread(core, limits), spec, plan, core.kernels, most_pages)
 
 
 def load_core(

@@ -348,11 +348,13 @@ class EngineThread:
             raise
         if outputs:
             self._on_loop(self._dispatch, outputs)
-        self._published_s = 0.0  # what it changes is to be seen at once
         try:
-            done.set_result(run(self._core))
+            result = run(self._core)
         except Exception as error:
             done.set_exception(error)
+        else:
+            self._status = self._core.status()  # what it changed is seen by whoever asked for it
+            done.set_result(result)
 
     def _refuse_calls(self) -> None:
         for message in itertools.chain(self._unread, _drain(self._inbox)):

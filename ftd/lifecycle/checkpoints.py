@@ -12,6 +12,7 @@ from ftd.checkpoint.source import ModelSource, resolve
 from ftd.config import Config
 from ftd.engine.loading import Prepared, load_engine, prepare
 from ftd.errors import BudgetExceeded
+from ftd.lifecycle.elastic import ElasticMemory
 from ftd.lifecycle.served import Loaded, Preflight
 from ftd.lifecycle.succession import (
     Capacity,
@@ -62,14 +63,7 @@ class Checkpoints:
         cancelled: Callable[[], bool],
     ) -> Loaded:
         loaded = load_engine(config, preflight.prepared, progress, cancelled)
-        plan = loaded.plan
-        footprint = Footprint(
-            resident_bytes=plan.dense_bytes + plan.pool_bytes,
-            growth_bytes=plan.kv_bytes + plan.slots_bytes + plan.workspace_bytes,
-        )
-        if plan.vram:  # of host memory only the pool: the rest lies on the GPU
-            footprint = Footprint(resident_bytes=plan.pool_bytes, growth_bytes=0)
-        return Loaded(loaded.handle, footprint)
+        return Loaded(loaded.handle, ElasticMemory(config, preflight.prepared, loaded))
 
 
 def _accept(path: Path) -> None:

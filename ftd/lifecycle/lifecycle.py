@@ -16,7 +16,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import structlog
@@ -25,6 +25,7 @@ from ftd.engine.api import EngineHandle
 from ftd.errors import Busy, EngineFailed, FtdError, LoadFailed, NotReady, TimedOut
 from ftd.lifecycle.beside import cancel_all, on_thread, trim_memory
 from ftd.lifecycle.served import (
+    BudgetDone,
     Candidate,
     How,
     Models,
@@ -40,6 +41,7 @@ from ftd.lifecycle.succession import recovery_delay_s, retry_after_s
 if TYPE_CHECKING:
     from ftd.checkpoint.source import ModelSource
     from ftd.config import Config
+    from ftd.memory.change import Change
 
 log = structlog.get_logger(__name__)
 
@@ -158,6 +160,14 @@ class Lifecycle:
             LoadFailed: the old model serves (again), unless the message says that it could not.
         """
         return await self._run("reload", self._reload(model, how, timeout_s))
+
+    async def budget(self, change: Change) -> BudgetDone:
+        """Change how much memory the served model has, while its requests run.
+
+        Raises:
+            BudgetExceeded, ConfigError, Busy, NotReady: refused; nothing has changed.
+        """
+        return await self._run("budget", self._budget(change))
 
     async def drain(self, timeout_s: float = DRAIN_TIMEOUT_S) -> None:
         """Take no new requests and wait for those there are. Raises TimedOut, NotReady."""
@@ -317,6 +327,14 @@ class Lifecycle:
             raise LoadFailed(failure, hint=_NO_MODEL) from error
         raise LoadFailed(failure, hint=f"{old_name} was loaded again and serves")
 
+    async def _budget(self, change: Change) -> BudgetDone:
+        model = self.current()
+        self._phase(Phase.RESIZING)
+        done = await model.memory.apply(change)
+        self.config = model.memory.config
+        log.info("budget.changed", **asdict(done))
+        return done
+
     async def _drain(self, timeout_s: float) -> None:
         model = self.model if self.state is State.DRAINING else self.current()
         assert model is not None
@@ -397,11 +415,11 @@ class Lifecycle:
             path=source.path,
             text=candidate.text,
             engine=loaded.engine,
-            footprint=loaded.footprint,
+            memory=loaded.memory,
         )
 
     async def _preflight(self, config: Config, source: ModelSource) -> Preflight:
-        old = self.model.footprint if self.model else None
+        old = self.model.memory.footprint if self.model else None
         return await on_thread(lambda: self._models.check(config, source, old))
 
     async def _empty(self, engine: EngineHandle, how: How, timeout_s: float) -> bool:

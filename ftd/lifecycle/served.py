@@ -15,6 +15,7 @@ from ftd.units import format_bytes
 if TYPE_CHECKING:
     from ftd.checkpoint.source import ModelSource
     from ftd.config import Config
+    from ftd.memory.change import Change
     from ftd.text.textmodel import TextModel
 
 
@@ -39,6 +40,7 @@ class Phase(StrEnum):
     CHECKING = "checking"
     READING = "reading weights"
     WARMING_UP = "warming up"
+    RESIZING = "changing the budget"
     DRAINING = "draining"
     WAITING = "waiting to try again"
 
@@ -68,6 +70,62 @@ class Progress:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """A row of the memory that computes: the GPU's, or on the CPU device all of it."""
+
+    name: str
+    planned_bytes: int
+    used_bytes: int  # of KV and slots what holds something; of the others what was planned
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetDone:
+    """What a change of budget did, all without a request being ended."""
+
+    kv_tokens: int
+    kv_tokens_were: int
+    slots: int
+    slots_were: int
+    pages_evicted: int  # of the prefix cache
+    pages_moved: int
+    experts_evicted: int
+    preempted: int  # sequences that continue later
+    paused_s: float  # how long no step ran
+
+
+class Memory(Protocol):
+    """Memory of a loaded model, which changes while it serves. Lives on the event loop."""
+
+    @property
+    def config(self) -> Config:
+        """The settings that the present sizes follow from."""
+        ...
+
+    @property
+    def footprint(self) -> Footprint: ...
+
+    @property
+    def auto(self) -> bool:
+        """Expert slots and KV share the budget by need."""
+        ...
+
+    def uses(self) -> tuple[MemoryUse, ...]: ...
+
+    def table(self) -> str:
+        """The plan in force, as people read it."""
+        ...
+
+    async def apply(self, change: Change) -> BudgetDone:
+        """Change sizes at a safe point, while requests run.
+
+        Raises:
+            BudgetExceeded, ConfigError: it cannot be; nothing has changed.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class ServedModel:
     name: str
@@ -76,7 +134,7 @@ class ServedModel:
     path: Path
     text: TextModel
     engine: EngineHandle
-    footprint: Footprint
+    memory: Memory
 
     @property
     def limits(self) -> EngineLimits:
@@ -109,7 +167,7 @@ class Preflight:
 @dataclass(frozen=True, slots=True)
 class Loaded:
     engine: EngineHandle
-    footprint: Footprint
+    memory: Memory
 
 
 class Models(Protocol):

@@ -74,6 +74,19 @@ class MemoryPlan:
             ("headroom", self.headroom_bytes, "interpreter, libraries, requests"),
         ]
 
+    @property
+    def most_vram_bytes(self) -> int:
+        """The largest ``--vram`` that this machine has room for beside the weights."""
+        if self.vram:
+            return self.vram.gpu.free_bytes
+        return self.available_bytes - self.total_bytes + self.kv_bytes + self.slots_bytes
+
+    def device_rows(self) -> list[tuple[str, int, str]]:
+        """(use, bytes, note) in the memory that computes: the GPU's, or on the CPU device all."""
+        if self.vram is None:
+            return self._rows()
+        return self.vram.rows(self._kv_note(), vram.notes(self.num_slots, self.num_experts))
+
     def _kv_note(self) -> str:
         return (
             f"{format_count(self.kv_tokens)} tokens in {format_count(self.num_pages)} pages, "
@@ -87,9 +100,8 @@ class MemoryPlan:
         )
         if self.vram is None:
             return host
-        slots = vram.notes(self.num_slots, self.num_experts)
         gpu = _table(
-            self.vram.rows(self._kv_note(), slots),
+            self.device_rows(),
             "budget",
             self.vram.budget_bytes,
             f"of {format_bytes(self.vram.gpu.total_bytes)}",

@@ -19,6 +19,7 @@ EXAMPLES = [
     p.Check(),
     p.Reload("b", "cut", 3.5),
     p.Reload(),
+    p.Budget("6G", "32K", "auto", auto=True),
     p.Drain(10.0),
     p.Stop(),
 ]
@@ -37,7 +38,7 @@ def test_command_survives_the_line(command):
 
 def test_only_commands_that_change_nothing_run_at_any_time():
     at = {name: entry.at for name, entry in p.COMMANDS.items()}
-    assert at["cancel"] is p.At.SAFE_POINT
+    assert at["cancel"] is at["budget"] is p.At.SAFE_POINT
     assert {n for n in at if at[n] is p.At.BESIDE} == {"check", "reload", "drain"}
 
 
@@ -70,7 +71,7 @@ def test_results_with_all_their_parts_survive_the_line():
         (b"", "not a line of JSON"),
         (b"\xff\xfe", "not a line of JSON"),
         (b"[1]", "a JSON object was expected, list found"),
-        (b"{}", "unknown command None; known are cancel, check"),
+        (b"{}", "unknown command None; known are budget, cancel"),
         (b'{"command": ["status"]}', "unknown command"),
         (b'{"command": "nix"}', "unknown command 'nix'"),
         (b'{"protocol": 2, "command": "status"}', "protocol 2 is spoken here as 1"),

@@ -196,6 +196,32 @@ class TestCommands:
             assert ftctl("reload", "--cut").exit_code == 0
             assert re.match(r"a drained in ", ftctl("drain").stdout)
 
+    def test_budget(self, path, ftctl):
+        with running(path):
+            shown = ftctl("budget")
+            assert shown.stdout == "KV pool    1.00 MiB\n"
+            done = ftctl("budget", "--expert-slots", "4")
+            assert done.stdout == (
+                "slots 8 -> 4, KV tokens 128 as before, paused 38.4 ms, 2 experts evicted, "
+                "1 sequences put off\n"
+            )
+            facts = json.loads(ftctl("budget", "--auto", "--json").stdout)
+            assert facts["auto"] and facts["paused_ms"] == 38.4 and facts["slots"] == 4
+
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            (("--expert-slots", "9"), "use --expert-slots 8"),
+            (("--vram", "much"), "--vram much: expected a size"),
+            (("--kv-tokens", "7"), "--kv-tokens 7: expected a whole number from 16"),
+        ],
+    )
+    def test_budget_refused(self, path, ftctl, words, said):
+        with running(path):
+            done = ftctl("budget", *words)
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert said in done.stderr
+
     def test_stop_waits_for_the_end(self, path, ftctl):
         with running(path):
             assert ftctl("stop").stdout == f"ftd stopped (pid {os.getpid()})\n"

@@ -11,8 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ftd.engine.api import EngineLimits, EngineStatus, Finish, Output, RequestInfo
-from ftd.errors import FtdError, ModelNotFound, NotReady, RequestCancelled
-from ftd.lifecycle.served import Loaded, Preflight
+from ftd.errors import (
+    BudgetExceeded,
+    FtdError,
+    ModelNotFound,
+    NotReady,
+    RequestCancelled,
+)
+from ftd.lifecycle.served import BudgetDone, Loaded, MemoryUse, Preflight
 from ftd.lifecycle.succession import Footprint
 
 LIMITS = EngineLimits(context_tokens=64, pool_tokens=128, max_running=4, max_waiting=8, vocab=32)
@@ -62,7 +68,7 @@ class ScriptedEngine:
         self.ballast = _touched(ballast_bytes)
         self.finished = 0
         self.push_hook = lambda ticket: None  # called after each token
-        self._slots = slots
+        self.slots = slots
         self._step_s = step_s
         self._close_s = close_s
         self._refusal = None
@@ -122,8 +128,8 @@ class ScriptedEngine:
             pages_held=4,
             pages_cached=4,
             page_tokens=8,
-            slots_total=self._slots,
-            slots_used=self._slots // 2,
+            slots_total=self.slots,
+            slots_used=self.slots // 2,
             expert_hits=3,
             expert_misses=1,
             decode_tokens_per_s=120.5,
@@ -178,6 +184,28 @@ class Script:
     stuck_s: float = 0.0  # a loader that does not look at ``cancelled``
 
 
+class ScriptedMemory:
+    """Sizes that change as they are told; budgets of more than 8 slots are refused."""
+
+    def __init__(self, config, engine):
+        self.config, self.footprint, self.auto = config, Footprint(2**30, 2**20), False
+        self.engine = engine
+
+    def uses(self):
+        return (MemoryUse("expert slots", 2**20, 2**19, "half of them"),)
+
+    def table(self):
+        return "KV pool    1.00 MiB"
+
+    async def apply(self, change):
+        if isinstance(change.expert_slots, int) and change.expert_slots > 8:
+            raise BudgetExceeded("9 slots, there is room for 8", hint="use --expert-slots 8")
+        await asyncio.sleep(0)
+        were, self.auto = self.engine.slots, change.auto
+        self.engine.slots = were if change.expert_slots is None else change.expert_slots
+        return BudgetDone(128, 128, self.engine.slots, were, 0, 0, 2, 1, 0.0384)
+
+
 class ScriptedText(str):
     def prepare_constraints(self, vocab, dialect):
         """Nothing is held to a grammar here."""
@@ -226,4 +254,5 @@ class ScriptedModels:
                     if cancelled():
                         raise NotReady("loading was given up")
             time.sleep(script.piece_s)
-        return Loaded(ScriptedEngine(**script.engine), Footprint(2**30, 2**20))
+        engine = ScriptedEngine(**script.engine)
+        return Loaded(engine, ScriptedMemory(config, engine))

@@ -91,9 +91,9 @@ async def test_load_serve_reload_stop(available, free_bytes):
     assert lifecycle.current() is served
     if free_bytes < GiB:
         served = None
-        lifecycle.model = dataclasses.replace(
-            lifecycle.model, footprint=Footprint(22 * MiB, 400 * MiB)
-        )
+        memory = lifecycle.current().memory
+        memory.plan = dataclasses.replace(memory.plan, kv_bytes=400 * MiB)
+        del memory
     done = await lifecycle.reload()
     assert done.beside is (free_bytes > GiB)
     assert await generate(lifecycle, "second") in (Finish.LENGTH, Finish.EOS)
