@@ -8,6 +8,7 @@ from typing import Any
 from ftd.errors import CheckpointError, UnsupportedModel
 
 from .architecture import Architecture
+from .gpt_oss import GptOss
 from .granitemoe import GraniteMoe
 from .mixtral import Mixtral
 from .olmoe import Olmoe
@@ -17,6 +18,7 @@ from .qwen3_moe import Qwen3Moe
 from .qwen3_next import Qwen3Next
 
 _FAMILIES: tuple[Architecture, ...] = (
+    GptOss(),
     GraniteMoe(),
     Mixtral(),
     Olmoe(),

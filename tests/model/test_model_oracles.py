@@ -1,4 +1,4 @@
-"""Qwen3-MoE against transformers: logits, greedy tokens, routing, hidden states of tiny models."""
+"""Families against transformers: logits, greedy tokens, routing, hidden states of tiny models."""
 
 from __future__ import annotations
 
@@ -13,8 +13,22 @@ from oracle_check import Oracle
 from ftd.kernels.cpu import native
 from ftd.kernels.ops import Ops
 from ftd.kernels.reference import TorchOps
+from ftd.text.messages import normalise
+from ftd.text.textmodel import TextModel
 
-FIXTURES = ["", "-window", "-tied", "-unnormalised", "-mixed"]
+FIXTURES = [
+    "qwen3_moe",
+    "qwen3_moe-window",
+    "qwen3_moe-tied",
+    "qwen3_moe-unnormalised",
+    "qwen3_moe-mixed",
+    "qwen2_moe",
+    "mixtral",
+    "olmoe",
+    "granitemoe",
+    "gpt_oss",
+    "gpt_oss-mxfp4",
+]
 WAYS = {
     "prefill": lambda length: [],
     "decode": lambda length: [1] * length,
@@ -32,9 +46,9 @@ def ops(request) -> Iterator[Ops]:
     ops.close()
 
 
-@pytest.fixture(scope="module", params=FIXTURES, ids=lambda f: f or "plain")
+@pytest.fixture(scope="module", params=FIXTURES)
 def directory(request, data_dir) -> Path:
-    return data_dir / "oracles" / f"qwen3_moe{request.param}"
+    return data_dir / "oracles" / request.param
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +58,13 @@ def oracle(directory) -> Oracle:
 
 @pytest.fixture(scope="module")
 def model(directory, ops) -> LoneModel:
-    return LoneModel(directory, ops)
+    return lone_model(directory, ops)
+
+
+def lone_model(directory, ops, *args, **settings) -> LoneModel:
+    if directory.name.startswith("gpt_oss") and not isinstance(ops, TorchOps):
+        pytest.skip("torch computes the experts of this family")
+    return LoneModel(directory, ops, *args, **settings)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -61,6 +81,12 @@ def test_logits_routing_and_hidden_states_match(model, oracle, way):
             assert error <= 1e-3 * expected.abs().max(), (prompt.name, index, error)
 
 
+def test_chat_template_and_ids_are_those_of_the_oracle(oracle, directory):
+    text, chat = TextModel(directory), oracle.info["chat"]
+    assert text.render(normalise(chat["messages"])) == chat["rendered"]
+    assert text.encode(chat["rendered"], special_tokens=True) == chat["ids"]
+
+
 def test_greedy_tokens_match(model, oracle):
     for prompt in oracle.prompts:
         assert oracle.check_greedy(prompt, model.greedy(prompt.ids, 32)) == 32
@@ -72,7 +98,7 @@ def test_chunks_pages_and_neighbours_change_no_bit(model, oracle, directory, ops
     expected = model.run(first)
     for way in ("decode", "chunks"):
         assert torch.equal(model.run(first, WAYS[way](len(first))), expected), way
-    other = LoneModel(directory, ops, num_sequences=8, page_tokens=8)
+    other = lone_model(directory, ops, num_sequences=8, page_tokens=8)
     rows = {owner: second[: 3 + owner] for owner in range(8) if owner != 5}
     other.step(rows)  # neighbours hold pages of their own
     parts = [other.step({5: first[:7]})]
@@ -84,7 +110,7 @@ def test_chunks_pages_and_neighbours_change_no_bit(model, oracle, directory, ops
 
 def test_bfloat16_is_close(directory, oracle, ops):
     """Tolerances of the oracle for bfloat16: a close call of a router may go the other way."""
-    model = LoneModel(directory, ops, torch.bfloat16)
+    model = lone_model(directory, ops, torch.bfloat16)
     rows = disagreed = 0
     errors = []
     for prompt in oracle.prompts:
@@ -96,7 +122,8 @@ def test_bfloat16_is_close(directory, oracle, ops):
             ids, order = ids.long().sort(-1)
             expected_ids, expected_weights = oracle.routing(prompt, layer)
             same = (ids == expected_ids).all(-1)
-            rows, disagreed = rows + len(same), disagreed + int((~same).sum())
+            # from the first other choice on, a row differs as it may
+            rows, disagreed = rows + int(agrees.sum()), disagreed + int((agrees & ~same).sum())
             agrees &= same
             error = (weights.gather(-1, order) - expected_weights).abs()[agrees]
             assert error.mean() < 2e-2
