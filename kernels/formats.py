@@ -216,6 +216,13 @@ class PackedMatrix:
     def shape(self) -> tuple[int, int]:
         return self.layout.rows, self.layout.columns
 
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+
+Matrix = torch.Tensor | PackedMatrix
+
 
 def scaled_formats() -> Iterator[WeightFormat]:
     return (row for row in FORMATS.values() if row.scaled)

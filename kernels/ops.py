@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from .activation import SILU, Activation
-from .formats import ExpertLayout, PackedMatrix
+from .formats import ExpertLayout, Matrix
 
 
 class Ops(Protocol):
@@ -27,7 +27,7 @@ class Ops(Protocol):
     def linear(
         self,
         x: torch.Tensor,  # [T, K] act, contiguous
-        weight: torch.Tensor | PackedMatrix,  # [O, K], a tensor contiguous: bf16, f16 or f32
+        weight: Matrix,  # [O, K], a tensor contiguous: bf16, f16 or f32
         bias: torch.Tensor | None = None,  # [O] any float
         out_dtype: torch.dtype | None = None,  # default: x.dtype
     ) -> torch.Tensor:  # [T, O]

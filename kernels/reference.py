@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from . import decode
 from .activation import SILU, Activation
 from .composed import ComposedOps
-from .formats import ExpertLayout, MatrixLayout, PackedMatrix
+from .formats import ExpertLayout, Matrix, MatrixLayout, PackedMatrix
 
 BLOCK_ROWS = 8  # rows of one matrix product: a compromise between decode (1) and prefill (many)
 SLICE_BYTES = 1 << 20  # widened weights at a time: stays in a core's second-level cache
@@ -39,7 +39,7 @@ class TorchOps(ComposedOps):
     def linear(
         self,
         x: torch.Tensor,  # [T, K] act
-        weight: torch.Tensor | PackedMatrix,  # [O, K]
+        weight: Matrix,  # [O, K]
         bias: torch.Tensor | None = None,  # [O]
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:  # [T, O]
@@ -188,7 +188,7 @@ def activate(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> to
 
 def _matmul(
     x: torch.Tensor,  # [T, K] float32
-    weight: torch.Tensor | PackedMatrix,  # [O, K] any float
+    weight: Matrix,  # [O, K] any float
 ) -> torch.Tensor:  # [T, O] float32
     """x Wᵀ in blocks of fixed shape: see the head of this file."""
     (rows, columns), outputs = x.shape, weight.shape[0]

@@ -9,11 +9,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ftd.checkpoint.stored import (
+    UNUSED_ANYWHERE,
+    StoredMatrix,
+    find_dense,
+    find_matrix,
+    find_vector,
+    matrix_shape,
+)
 from ftd.checkpoint.tensorfile import (
     DOWNLOAD_AGAIN,
     FileStamp,
@@ -22,10 +30,10 @@ from ftd.checkpoint.tensorfile import (
     read_header,
 )
 from ftd.errors import CheckpointError, UnsupportedModel
-from ftd.kernels.formats import FORMATS, ExpertLayout, WeightFormat, expert_layout
+from ftd.kernels.formats import ExpertLayout, WeightFormat, expert_layout
 from ftd.model.architecture import Architecture, Part
 from ftd.model.spec import ModelSpec, MoeSpec
-from ftd.units import MiB, format_bytes, format_count
+from ftd.units import MiB, format_bytes
 
 CONFIG, GENERATION_CONFIG, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -187,117 +195,92 @@ def check(checkpoint: Checkpoint, architecture: Architecture, spec: ModelSpec) -
     """Compare the headers with what the architecture needs: names, shapes, dtypes, storage format.
 
     Returns:
-        How one expert's record lies in memory, from the dtype its matrices are stored in.
+        How one expert's record lies in memory, from the format its matrices are stored in.
     Raises:
         CheckpointError: a tensor is missing, has another shape, or is one nobody reads.
         UnsupportedModel: a storage format ftd does not have yet.
     """
-    refuse_quantised(checkpoint)
-    needed = architecture.dense_tensors(spec)
-    for name, shape in needed.items():
-        _check_tensor(checkpoint, name, shape, STORED.keys(), "one of " + ", ".join(STORED))
+    tensors, path = checkpoint.tensors, checkpoint.path
+    read: set[str] = set()
+    for matrix in dense_matrices(checkpoint, architecture, spec).values():
+        read |= matrix.names
     moe_layers = spec.moe_layers
     if not moe_layers:
-        raise UnsupportedModel(f"{checkpoint.path}: the model has no layer with experts")
-    sizes = {(_moe(spec, layer).num_experts, _moe(spec, layer).inner) for layer in moe_layers}
+        raise UnsupportedModel(f"{path}: the model has no layer with experts")
+    moes = [_moe(spec, layer) for layer in moe_layers]
+    sizes = {(moe.num_experts, moe.inner) for moe in moes}
     if len(sizes) > 1:
         raise UnsupportedModel(
-            f"{checkpoint.path}: layers differ in number or width of experts: {sorted(sizes)}"
+            f"{path}: layers differ in number or width of experts: {sorted(sizes)}"
         )
     num_experts, inner = sizes.pop()
-    hidden = spec.hidden
-    wanted = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
-    stored: str | None = None  # dtype of all experts
-    read: set[str] = set(needed)
+    experts = _Experts(checkpoint, spec.hidden, inner)
     for layer in moe_layers:
         for expert in range(num_experts):
-            parts = architecture.expert_parts(spec, layer, expert)
-            assert {n: _matrix(p) for n, p in parts.items()} == wanted, (layer, expert, parts)
-            for part in parts.values():
-                stored = stored or _first_dtype(checkpoint, part)
-                _check_tensor(checkpoint, part.tensor, part.shape, {stored}, stored)
-                read.add(part.tensor)
-    unread = [n for n in checkpoint.tensors if n not in read and not architecture.ignored(n)]
+            experts.add(layer, expert, architecture.expert_parts(spec, layer, expert))
+    read |= experts.read
+    unread = [
+        name
+        for name in tensors
+        if name not in read
+        and not architecture.ignored(name)
+        and not name.endswith(UNUSED_ANYWHERE)
+    ]
     if unread:
         raise CheckpointError(
-            f"{checkpoint.tensors[min(unread)].file}: tensor {min(unread)} has no place in a "
+            f"{tensors[min(unread)].file}: tensor {min(unread)} has no place in a "
             f"{spec.model_type} model with this config.json" + _others(unread),
             hint="config.json and weights are of different models, or this is a variant that ftd "
             "does not know",
         )
-    assert stored is not None
-    return expert_layout(STORED[stored], hidden, inner)
+    gate, down = experts.formats["gate"], experts.formats["down"]
+    return expert_layout(gate, spec.hidden, inner, down=down, bias=moes[0].bias)
 
 
-# what safetensors calls the formats that ftd serves
-STORED: dict[str, WeightFormat] = {name.upper(): FORMATS[name] for name in ("bf16", "f16", "f32")}
+def dense_matrices(
+    checkpoint: Checkpoint, architecture: Architecture, spec: ModelSpec
+) -> dict[str, StoredMatrix]:
+    """Every tensor that is no routed expert's, by the name the architecture gives it."""
+    return {
+        name: find_dense(checkpoint.tensors, checkpoint.path, name, shape)
+        for name, shape in architecture.dense_tensors(spec).items()
+    }
 
 
-def refuse_quantised(checkpoint: Checkpoint) -> None:
-    text = checkpoint.config.get("text_config")
-    places = [checkpoint.config, text if isinstance(text, dict) else {}]
-    found = next((q for p in places if isinstance(q := p.get("quantization_config"), dict)), None)
-    if found is None and (checkpoint.path / "hf_quant_config.json").exists():
-        found = {"quant_method": "modelopt"}  # older exports say it only there
-    if found is not None:
-        words = (found.get(k) for k in ("quant_method", "quant_algo", "format"))
-        raise UnsupportedModel(
-            f"{checkpoint.path}: the weights are quantised as "
-            + (" ".join(str(w) for w in words if w) or "an unnamed format"),
-            hint=f"this version of ftd reads {', '.join(FORMATS)}: use the unquantised checkpoint",
-        )
+class _Experts:
+    """Routed experts as they are stored: one layout has to fit all of them."""
+
+    def __init__(self, checkpoint: Checkpoint, hidden: int, inner: int) -> None:
+        self._checkpoint = checkpoint
+        self._shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+        self.formats: dict[str, WeightFormat] = {}  # of gate and up together, and of down
+        self._first: dict[str, str] = {}  # the tensor each was seen at first
+        self.read: set[str] = set()
+
+    def add(self, layer: int, expert: int, parts: Mapping[str, Part]) -> None:
+        tensors, path = self._checkpoint.tensors, self._checkpoint.path
+        for name, part in parts.items():
+            if name.endswith("_bias"):
+                self.read.add(find_vector(tensors, path, part).tensor.name)
+                continue
+            assert matrix_shape(part) == self._shapes[name], (layer, expert, part)
+            matrix = find_matrix(tensors, path, part)
+            self.read |= matrix.names
+            self._same_as_before("gate" if name == "up" else name, matrix)
+
+    def _same_as_before(self, name: str, matrix: StoredMatrix) -> None:
+        info = matrix.numbers.tensor
+        expected = self.formats.setdefault(name, matrix.format)
+        first = self._first.setdefault(name, info.name)
+        if matrix.format != expected:
+            raise UnsupportedModel(
+                f"{info.file}: tensor {info.name} is {matrix.format.name}, "
+                f"{first} is {expected.name}",
+                hint="gate and up of all routed experts need one format, and down of all one",
+            )
 
 
 def _moe(spec: ModelSpec, layer: int) -> MoeSpec:
     mlp = spec.layers[layer].mlp
     assert isinstance(mlp, MoeSpec), layer
     return mlp
-
-
-def _matrix(part: Part) -> tuple[int, ...]:
-    """Shape of the matrix that a part is, out of the whole tensor."""
-    shape = part.shape if part.index is None else part.shape[1:]
-    return shape if part.rows is None else (part.rows[1] - part.rows[0], *shape[1:])
-
-
-def _first_dtype(checkpoint: Checkpoint, part: Part) -> str:
-    tensor = _present(checkpoint, part.tensor, part.shape)
-    if tensor.dtype not in STORED:
-        raise UnsupportedModel(
-            f"{tensor.file}: tensor {tensor.name} is stored as {tensor.dtype}",
-            hint=f"this version of ftd reads experts stored as {', '.join(STORED)}",
-        )
-    return tensor.dtype
-
-
-def _present(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> TensorInfo:
-    tensor = checkpoint.tensors.get(name)
-    if tensor is None:
-        raise CheckpointError(
-            f"{checkpoint.path}: tensor {name} of shape {list(shape)} is missing from the "
-            f"{format_count(len(checkpoint.tensors))} tensors of the checkpoint",
-            hint="config.json and weights are of different models, or " + DOWNLOAD_AGAIN,
-        )
-    return tensor
-
-
-def _check_tensor(
-    checkpoint: Checkpoint,
-    name: str,
-    shape: tuple[int, ...],
-    dtypes: Collection[str],
-    allowed: str,
-) -> None:
-    tensor = _present(checkpoint, name, shape)
-    if tensor.shape != shape:
-        raise CheckpointError(
-            f"{tensor.file}: tensor {name} has shape {list(tensor.shape)}, config.json asks for "
-            f"{list(shape)}",
-            hint="config.json and weights are of different models",
-        )
-    if tensor.dtype not in dtypes:
-        raise UnsupportedModel(
-            f"{tensor.file}: tensor {name} is stored as {tensor.dtype}, expected {allowed}",
-            hint="all experts need one dtype; weights that ftd reads are stored as "
-            + ", ".join(STORED),
-        )

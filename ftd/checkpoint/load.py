@@ -14,15 +14,19 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from ftd.checkpoint.headers import STORED, Checkpoint
+from ftd.checkpoint.headers import Checkpoint, dense_matrices
+from ftd.checkpoint.stored import Section, StoredMatrix, find_matrix, find_vector
 from ftd.checkpoint.tensorfile import FileStamp, TensorInfo, open_regular
 from ftd.errors import CheckpointError, NotReady
 from ftd.experts.host_pool import HostPool
-from ftd.model.architecture import Architecture, Part
+from ftd.kernels.formats import Matrix, MatrixLayout, PackedMatrix
+from ftd.model.architecture import Architecture
 from ftd.model.spec import ModelSpec
 from ftd.units import MiB, format_bytes
 
@@ -53,8 +57,8 @@ def load_weights(
     cancelled: Callable[[], bool],
     *,
     threads: int | None = None,
-) -> dict[str, torch.Tensor]:
-    """Fill the host pool and return the dense tensors by name, in their stored dtype.
+) -> dict[str, Matrix]:
+    """Fill the host pool and return the dense tensors by name, as they are stored.
 
     The checkpoint must have passed ``check``.
 
@@ -66,51 +70,98 @@ def load_weights(
         CheckpointError: a read failed, or a file is no longer the one that was checked.
         NotReady: cancelled.
     """
-    dense = {
-        name: torch.empty(shape, dtype=STORED[checkpoint.tensors[name].dtype].dtype)
-        for name, shape in architecture.dense_tensors(spec).items()
-    }
-    pieces = [_whole(checkpoint.tensors[name], tensor) for name, tensor in dense.items()]
-    pieces += _expert_pieces(checkpoint, architecture, spec, host_pool)
-    batches = plan_reads(pieces)
-    _Reader(checkpoint.files, progress, cancelled, sum(len(p.target) for p in pieces)).run(
-        batches, threads or DEFAULT_THREADS
-    )
+    plan = _Plan()
+    dense: dict[str, Matrix] = {}
+    shapes = architecture.dense_tensors(spec)
+    for name, stored in dense_matrices(checkpoint, architecture, spec).items():
+        shape = shapes[name]
+        if stored.format.scaled:
+            packed = PackedMatrix.empty(stored.format, *shape)
+            plan.matrix(stored, packed.layout, packed.data.numpy().data)
+            dense[name] = packed
+        else:
+            tensor = torch.empty(shape, dtype=stored.format.dtype)
+            plan.section(stored.numbers, tensor.reshape(-1).view(torch.uint8).numpy().data)
+            dense[name] = tensor
+    for layer in host_pool.moe_layers:
+        for expert in range(host_pool.num_experts):
+            record = host_pool.record(layer, expert).data
+            for name, part in architecture.expert_parts(spec, layer, expert).items():
+                matrix = host_pool.layout.matrices[name.removesuffix("_bias")]
+                if name.endswith("_bias"):
+                    vector = find_vector(checkpoint.tensors, checkpoint.path, part)
+                    plan.section(vector, record[matrix.bias_offset :])
+                else:
+                    plan.matrix(
+                        find_matrix(checkpoint.tensors, checkpoint.path, part), matrix, record
+                    )
+    jobs = plan.jobs()
+    total = sum(job.end - job.begin for job in jobs)
+    _Reader(checkpoint.files, progress, cancelled, total).run(jobs, threads or DEFAULT_THREADS)
     return dense
 
 
-def _whole(info: TensorInfo, tensor: torch.Tensor) -> Piece:
-    """A dense tensor, seen as bytes: numpy has no bfloat16."""
-    return Piece(info, info.begin, tensor.reshape(-1).view(torch.uint8).numpy().data)
+Fill = Callable[[list[Piece]], None]
 
 
-def _expert_pieces(
-    checkpoint: Checkpoint, architecture: Architecture, spec: ModelSpec, pool: HostPool
-) -> Iterator[Piece]:
-    layout = pool.layout
-    place = {"gate": layout.gate_offset, "up": layout.up_offset, "down": layout.down_offset}
-    for layer in pool.moe_layers:
-        for expert in range(pool.num_experts):
-            record = pool.record(layer, expert).data
-            for name, part in architecture.expert_parts(spec, layer, expert).items():
-                info = checkpoint.tensors[part.tensor]
-                begin, nbytes = part_range(info, part)
-                target = record[place[name] : place[name] + nbytes]
-                yield Piece(info, begin, target)
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One range of one file: ``run`` reads it by the function it is given."""
+
+    file: Path
+    begin: int
+    end: int
+    run: Callable[[Fill], None]
 
 
-def part_range(info: TensorInfo, part: Part) -> tuple[int, int]:
-    """Where in the file the matrix of a part begins, and its bytes."""
-    begin, nbytes, shape = info.begin, info.nbytes, info.shape
-    if part.index is not None:
-        nbytes //= shape[0]
-        begin += part.index * nbytes
-        shape = shape[1:]
-    if part.rows is not None:
-        row_bytes = nbytes // shape[0]
-        begin += part.rows[0] * row_bytes
-        nbytes = (part.rows[1] - part.rows[0]) * row_bytes
-    return begin, nbytes
+class _Plan:
+    """What is read, and where to: as it is, or into a buffer from which it is converted."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+        # ranges of a file → what becomes of them: parts that take turns come from one range
+        self._converted: dict[tuple[Path, int], list[tuple[Section, memoryview]]] = {}
+
+    def matrix(self, stored: StoredMatrix, layout: MatrixLayout, record: memoryview) -> None:
+        self.section(stored.numbers, record[layout.offset :])
+        if stored.scale is not None:
+            self.section(stored.scale, record[layout.scale_offset :])
+        if stored.factor is not None:
+            self.section(stored.factor, record[layout.factor_offset :])
+
+    def section(self, section: Section, target: memoryview) -> None:
+        if section.convert is None:
+            self.pieces.append(Piece(section.tensor, section.begin, target[: section.nbytes]))
+            return
+        place = section.tensor.file, section.begin
+        self._converted.setdefault(place, []).append((section, target))
+
+    def jobs(self) -> list[Job]:
+        """In the order of the disk."""
+        jobs = [
+            Job(batch[0].tensor.file, batch[0].begin, batch[-1].end, partial(_read_batch, batch))
+            for batch in plan_reads(self.pieces)
+        ]
+        for sections in self._converted.values():
+            one = sections[0][0]
+            end = one.begin + one.nbytes
+            jobs.append(Job(one.tensor.file, one.begin, end, partial(_convert, sections)))
+        return sorted(jobs, key=lambda job: (job.file, job.begin))
+
+
+def _read_batch(batch: list[Piece], fill: Fill) -> None:
+    fill(batch)
+
+
+def _convert(sections: list[tuple[Section, memoryview]], fill: Fill) -> None:
+    """Read one range into a buffer, and put what each section makes of it in its place."""
+    one, _ = sections[0]
+    buffer = np.empty(one.nbytes, dtype=np.uint8)
+    fill([Piece(one.tensor, one.begin, buffer.data)])
+    for section, target in sections:
+        assert section.convert is not None
+        kept = section.convert(torch.from_numpy(buffer)).numpy()
+        np.frombuffer(target, dtype=np.uint8)[: len(kept)] = kept
 
 
 def plan_reads(pieces: list[Piece]) -> list[list[Piece]]:
@@ -154,21 +205,21 @@ class _Reader:
         self._lock = threading.Lock()
         self._stop = threading.Event()  # a thread failed: the others need not go on
 
-    def run(self, batches: list[list[Piece]], threads: int) -> None:
-        files = sorted({batch[0].tensor.file for batch in batches})
+    def run(self, jobs: list[Job], threads: int) -> None:
+        files = sorted({job.file for job in jobs})
         with ExitStack() as open_files:
             fds = {file: open_files.enter_context(open_regular(file)) for file in files}
             for file, fd in fds.items():
                 self._refuse_changed(file, fd)
             with ThreadPoolExecutor(threads, thread_name_prefix="ftd-load") as pool:
-                reads = [pool.submit(self._read, fds[b[0].tensor.file], b) for b in batches]
+                reads = [pool.submit(self._read, fds[job.file], job) for job in jobs]
                 failed = next((e for r in reads if (e := r.exception())), None)
             if failed:
                 raise failed
             for file, fd in fds.items():
                 self._refuse_changed(file, fd)
 
-    def _read(self, fd: int, batch: list[Piece]) -> None:
+    def _read(self, fd: int, job: Job) -> None:
         if self._stop.is_set():
             return
         try:
@@ -177,12 +228,12 @@ class _Reader:
                     f"loading was cancelled after {format_bytes(self._done_bytes)} "
                     f"of {format_bytes(self._total_bytes)}"
                 )
-            self._fill(fd, batch)
+            job.run(partial(self._fill, fd))
         except BaseException:
             self._stop.set()
             raise
         with self._lock:
-            self._done_bytes += batch[-1].end - batch[0].begin
+            self._done_bytes += job.end - job.begin
             self._progress(self._done_bytes, self._total_bytes)
 
     def _fill(self, fd: int, batch: list[Piece]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,14 +16,16 @@ from pathlib import Path
 import structlog
 import torch
 
-from ftd.checkpoint.headers import Checkpoint, check, read_checkpoint
+from ftd.checkpoint.headers import Checkpoint, check, dense_matrices, read_checkpoint
 from ftd.checkpoint.load import load_weights
+from ftd.checkpoint.stored import StoredMatrix
 from ftd.config import Config
 from ftd.cuda.device import choose_gpu
 from ftd.cuda.kv import CudaKvCache
 from ftd.cuda.memory import DeviceMemory, held_bytes
 from ftd.cuda.pinned import register
 from ftd.cuda.residency import CudaExperts
+from ftd.cuda.support import refuse_unsupported
 from ftd.engine.api import EngineLimits
 from ftd.engine.core import EngineCore, StepExperts
 from ftd.engine.cuda_runner import CudaRunner
@@ -33,7 +35,7 @@ from ftd.errors import CheckpointError, NotReady
 from ftd.experts.host_pool import HostPool
 from ftd.experts.runtime import ExpertRuntime
 from ftd.kernels.cpu import native
-from ftd.kernels.formats import ExpertLayout
+from ftd.kernels.formats import ExpertLayout, Matrix
 from ftd.kernels.ops import Ops
 from ftd.kernels.reference import TorchOps
 from ftd.kv.cache import KvCache
@@ -62,6 +64,7 @@ class Prepared:
     architecture: Architecture
     spec: ModelSpec
     layout: ExpertLayout
+    dense: Mapping[str, StoredMatrix]
     machine: Machine
     plan: MemoryPlan
 
@@ -92,7 +95,7 @@ def prepare(
     architecture = architecture_for(checkpoint.config)
     spec = architecture.spec(checkpoint.config, checkpoint.generation_config)
     layout = check(checkpoint, architecture, spec)
-    dense = sum(checkpoint.tensors[name].nbytes for name in architecture.dense_tensors(spec))
+    dense = dense_matrices(checkpoint, architecture, spec)
     machine = machine or read_machine()
     verdict = choose_gpu(config.device)
     if verdict.gpu is None and config.device == "auto":
@@ -101,8 +104,11 @@ def prepare(
     if gpu and replacing:
         held = held_bytes(torch.device("cuda", gpu.index))
         gpu = replace(gpu, free_bytes=gpu.free_bytes + held)
-    plan = plan_memory(spec, layout, dense, config, machine, gpu)
-    return Prepared(checkpoint, architecture, spec, layout, machine, plan)
+    if gpu:
+        refuse_unsupported(spec, layout, (matrix.format for matrix in dense.values()))
+    dense_bytes = sum(matrix.num_bytes for matrix in dense.values())
+    plan = plan_memory(spec, layout, dense_bytes, config, machine, gpu)
+    return Prepared(checkpoint, architecture, spec, layout, dense, machine, plan)
 
 
 def replanner(prepared: Prepared) -> Callable[[Config], MemoryPlan]:
@@ -225,7 +231,7 @@ def _on_cpu(
     config: Config,
     prepared: Prepared,
     pool: HostPool,
-    weights: dict[str, torch.Tensor],
+    weights: dict[str, Matrix],
     undo: ExitStack,
 ) -> _Parts:
     spec, plan = prepared.spec, prepared.plan
@@ -245,7 +251,7 @@ def _on_gpu(
     config: Config,
     prepared: Prepared,
     pool: HostPool,
-    weights: dict[str, torch.Tensor],
+    weights: dict[str, Matrix],
     undo: ExitStack,
 ) -> _Parts:
     from ftd.kernels.triton.ops import CudaOps  # triton is there only where a GPU is usable
@@ -270,7 +276,9 @@ def _on_gpu(
         )
     pinned_s = time.monotonic()
     for name in list(weights):  # one at a time: host memory goes as the GPU's comes
-        weights[name] = weights[name].to(device)
+        weight = weights[name]
+        assert isinstance(weight, torch.Tensor), name
+        weights[name] = weight.to(device)
     ops = CudaOps()
     model = prepared.architecture.build(spec, weights, ops, dtype)
     memory = DeviceMemory(device)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ftd.kernels.formats import Matrix
 from ftd.kernels.ops import Ops
 from ftd.kv.cache import KvCache
 
@@ -29,6 +30,7 @@ class Part:
     rows: tuple[int, int] | None = None  # [begin, end) rows of it, where gate and up are fused
     step: int = 1  # every so many of these rows, where gate and up take turns
     transposed: bool = False  # plain numbers lie as [in, out]: its rows are their columns
+    apart: str | None = None  # its name in checkpoints that spell stacked experts one by one
 
 
 class Experts(Protocol):
@@ -99,7 +101,7 @@ class Architecture(Protocol):
     def build(
         self,
         spec: ModelSpec,
-        weights: MutableMapping[str, torch.Tensor],
+        weights: MutableMapping[str, Matrix],
         ops: Ops,
         dtype: torch.dtype,
     ) -> Model:

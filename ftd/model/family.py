@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ftd.kernels.formats import Matrix
 from ftd.kernels.ops import Ops
 
 from .architecture import Part
@@ -95,7 +96,7 @@ class DecoderFamily(ABC):
     def build(
         self,
         spec: ModelSpec,
-        weights: MutableMapping[str, torch.Tensor],
+        weights: MutableMapping[str, Matrix],
         ops: Ops,
         dtype: torch.dtype,
     ) -> Decoder:
@@ -117,7 +118,10 @@ class DecoderFamily(ABC):
                 )
             )
         embedding = dense.tensor(f"{self.model}.embed_tokens.weight")
-        head = embedding if spec.tied_head else dense.tensor(f"{self.head}.weight")
+        if spec.tied_head:
+            head = Linear(ops, embedding, out_dtype=torch.float32)
+        else:
+            head = dense.linear(self.head, torch.float32)
         norm = dense.norm(f"{self.model}.norm")
         dense.finish()
         return Decoder(
@@ -125,7 +129,7 @@ class DecoderFamily(ABC):
             Embedding(embedding, spec.embedding_scale),
             layers,
             norm,
-            Linear(ops, head, out_dtype=torch.float32),
+            head,
         )
 
     def build_mixer(

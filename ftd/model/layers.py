@@ -6,12 +6,13 @@ Every block takes the normalised input x [T, H] act and returns its part of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 
+from ftd.kernels.formats import Matrix
 from ftd.kernels.ops import Ops
 from ftd.kv.cache import KvCache
 
@@ -44,12 +45,22 @@ Block = Callable[[torch.Tensor, Pass], torch.Tensor]  # [T, H] act → [T, H] fl
 @dataclass(slots=True, eq=False)
 class Linear:
     ops: Ops
-    weight: torch.Tensor  # [O, K] as stored
+    weight: Matrix  # [O, K] as stored
     bias: torch.Tensor | None = None
     out_dtype: torch.dtype | None = None  # default: as the input
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.ops.linear(x, self.weight, self.bias, self.out_dtype)
+
+
+@dataclass(slots=True, eq=False)
+class Joined:
+    """Several matrices of one input whose scales keep them apart: their results side by side."""
+
+    parts: Sequence[Linear]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part(x) for part in self.parts], dim=1)
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +100,7 @@ class Attention:
     ops: Ops
     spec: AttentionSpec
     layer: int  # of the KV cache
-    qkv: Linear  # rows of all q heads, each with its gate's behind if it has one; k; v
+    qkv: Linear | Joined  # rows of all q heads, each before its gate if there is one; k; v
     out: Linear
     rotary: Rotary | None
     q_norm: RmsNorm | None = None  # and k_norm: both or none

@@ -6,9 +6,11 @@ from collections.abc import MutableMapping, Sequence
 
 import torch
 
+from ftd.kernels.decode import decode
+from ftd.kernels.formats import Matrix, PackedMatrix
 from ftd.kernels.ops import Ops
 
-from .layers import Linear, RmsNorm
+from .layers import Joined, Linear, RmsNorm
 
 
 class DenseWeights:
@@ -19,7 +21,7 @@ class DenseWeights:
 
     def __init__(
         self,
-        tensors: MutableMapping[str, torch.Tensor],
+        tensors: MutableMapping[str, Matrix],
         ops: Ops,
         dtype: torch.dtype,
         eps: float,
@@ -33,20 +35,24 @@ class DenseWeights:
         self.device = next(iter(tensors.values())).device
 
     def tensor(self, name: str) -> torch.Tensor:
-        return self._tensors.pop(name)
+        """In float32, where the checkpoint has it in a scaled format."""
+        found = self._tensors.pop(name)
+        return decode(found) if isinstance(found, PackedMatrix) else found
 
     def linear(self, name: str, out_dtype: torch.dtype | None = None) -> Linear:
         """``name.weight``, and ``name.bias`` where the model has one."""
-        bias = self._tensors.pop(f"{name}.bias", None)
-        return Linear(self.ops, self.tensor(f"{name}.weight"), bias, out_dtype)
+        bias = self.tensor(f"{name}.bias") if f"{name}.bias" in self._tensors else None
+        return Linear(self.ops, self._tensors.pop(f"{name}.weight"), bias, out_dtype)
 
-    def fused(self, names: Sequence[str]) -> Linear:
+    def fused(self, names: Sequence[str]) -> Linear | Joined:
         """Several matrices of the same input as one, their rows one after another."""
         parts = [self.linear(name) for name in names]
+        weights = [part.weight for part in parts if isinstance(part.weight, torch.Tensor)]
+        if len(weights) < len(parts) or len({weight.dtype for weight in weights}) > 1:
+            return Joined(parts)
         biases = [part.bias for part in parts if part.bias is not None]
         assert len(biases) in (0, len(parts)), names
-        weight = torch.cat([part.weight for part in parts])
-        return Linear(self.ops, weight, torch.cat(biases) if biases else None)
+        return Linear(self.ops, torch.cat(weights), torch.cat(biases) if biases else None)
 
     def norm(self, name: str) -> RmsNorm:
         weight = self.tensor(f"{name}.weight").float() + self._norm_offset

@@ -22,7 +22,7 @@ from ftd.errors import ConfigError
 
 from ..activation import SILU, Activation
 from ..composed import ComposedOps
-from ..formats import FORMATS, ExpertLayout, PackedMatrix
+from ..formats import FORMATS, ExpertLayout, Matrix
 from .topology import Node, default_threads, discover_nodes, place_threads, usable_cores
 
 ABI = 2
@@ -257,7 +257,7 @@ class NativeOps(ComposedOps):
     def linear(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor | PackedMatrix,
+        weight: Matrix,
         bias: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from ..activation import SILU, Activation
-from ..formats import ExpertLayout, PackedMatrix
+from ..formats import ExpertLayout, Matrix
 from . import attention, linear, moe_decode, moe_prefill, norms, route
 from .moe_decode import Tuning
 
@@ -38,7 +38,7 @@ class CudaOps:
     def linear(
         self,
         x: torch.Tensor,  # [T, K] act
-        weight: torch.Tensor | PackedMatrix,  # [O, K]
+        weight: Matrix,  # [O, K]
         bias: torch.Tensor | None = None,  # [O]
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:  # [T, O]

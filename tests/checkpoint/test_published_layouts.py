@@ -15,7 +15,6 @@ from ftd.experts.host_pool import HostPool
 from ftd.kernels.decode import bias
 from ftd.kernels.formats import MatrixLayout
 from ftd.model.architecture import Part
-from ftd.model.architecture import Part
 from ftd.model.registry import architecture_for
 from ftd.model.spec import MoeSpec
 
@@ -45,7 +44,6 @@ def test_loaded_bytes_equal_those_of_the_safetensors_library(path: Path):
         else:
             assert torch.equal(numbers_of(tensor.layout, tensor.data), stored(want, Part(name, ())))
         used.add(name.removesuffix("weight"))
-    read: set[str] = set()
     for layer in spec.moe_layers:
         for expert in range(mlp.num_experts):
             record = torch.from_numpy(pool.record(layer, expert))
