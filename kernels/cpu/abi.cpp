@@ -48,7 +48,7 @@ FtdOps* ftd_ops_create(FtdPool* pool, int32_t isa) {
 void ftd_ops_destroy(FtdOps* ops) { delete ops; }
 
 void ftd_ops_prefetch(FtdOps* ops, int32_t format, int32_t several, int32_t bytes) {
-  if (known(format)) ops->prefetch_bytes[format][several != 0] = bytes;
+  if (known_format(format)) ops->prefetch_bytes[format][several != 0] = bytes;
 }
 
 }  // extern "C"

@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define FTD_CPU_ABI 2
+#define FTD_CPU_ABI 3
 
 #if defined(__GNUC__)
 #define FTD_API __attribute__((visibility("default")))
@@ -20,8 +20,11 @@
 extern "C" {
 #endif
 
-// Numbers as they are stored. Codes of kernels/formats.py; scaled formats get the next ones.
+// Numbers by themselves: activations, biases, results.
 enum FtdType { FTD_BF16 = 0, FTD_F16 = 1, FTD_F32 = 2 };
+
+// How weights are stored: a type, or numbers with scales. Codes and meanings of kernels/formats.py.
+enum FtdFormat { FTD_FP8 = 3, FTD_FP8_ROW = 4, FTD_MXFP4 = 5, FTD_NVFP4 = 6, FTD_INT4 = 7 };
 
 enum FtdFault { FTD_BAD_TYPE = -1, FTD_BAD_SHAPE = -2, FTD_BAD_INDEX = -3 };
 
@@ -38,16 +41,30 @@ typedef struct {
   int32_t park_after_us;   // idle spinning before a worker sleeps
 } FtdPoolPlan;
 
-// One expert's record, as kernels/formats.py: ExpertLayout. Scaled formats add their offsets at the
-// end.
+// Where a matrix is, in bytes from the start of its record: MatrixLayout of kernels/formats.py.
 typedef struct {
   int32_t format;
+  int64_t numbers;
+  int64_t scales;
+  int64_t factor;
+  int64_t bias;  // -1: none
+} FtdMatrix;
+
+// One expert's record: ExpertLayout of kernels/formats.py. gate and up have one format.
+typedef struct {
   int32_t hidden;
   int32_t inner;
-  int64_t gate;  // bytes from the start of the record
-  int64_t up;
-  int64_t down;
+  FtdMatrix gate;
+  FtdMatrix up;
+  FtdMatrix down;
 } FtdExpertLayout;
+
+// h = (u + shift) · g · sigmoid(alpha · g), with g = min(gate, limit) and |u| <= limit.
+typedef struct {
+  float limit;
+  float alpha;
+  float shift;
+} FtdActivation;
 
 FTD_API int32_t ftd_abi(void);
 
@@ -70,16 +87,18 @@ FTD_API void ftd_ops_destroy(FtdOps* ops);
 // How far ahead weights are asked for, for one token (0) or several (1).
 FTD_API void ftd_ops_prefetch(FtdOps* ops, int32_t format, int32_t several, int32_t bytes);
 
-// y[T, O] = x[T, K] · weight[O, K]ᵀ + bias. y is of type out: bf16 or f32; bias may be null.
-FTD_API int32_t ftd_linear(FtdOps* ops, const void* x, int32_t act, const void* weight,
-                           int32_t format, const void* bias, int32_t bias_type, void* y,
+// y[T, O] = x[T, K] · W[O, K]ᵀ + bias. y is of type out: bf16 or f32; bias may be null, and the
+// matrix' own is not looked at.
+FTD_API int32_t ftd_linear(FtdOps* ops, const void* x, int32_t act, const void* record,
+                           const FtdMatrix* matrix, const void* bias, int32_t bias_type, void* y,
                            int32_t out, int64_t tokens, int64_t outputs, int64_t inputs);
 
-// y[T, H] f32 = Σ_k weights[t, k] · down(silu(gate x) · up x) of expert ids[t, k], in the order of
-// k.
+// y[T, H] f32 = Σ_k weights[t, k] · down(activation(gate x, up x)) of expert ids[t, k], in the
+// order of k.
 FTD_API int32_t ftd_moe(FtdOps* ops, const void* x, int32_t act, const int32_t* ids,
                         const float* weights, const int64_t* address, const FtdExpertLayout* layout,
-                        float* y, int64_t tokens, int64_t routes, int64_t experts);
+                        const FtdActivation* activation, float* y, int64_t tokens, int64_t routes,
+                        int64_t experts);
 
 // Causal attention of rows over paged keys and values; window 0: all positions up to the row's own.
 // sinks: a logit for each head that takes part in its softmax and has no value; may be null.

@@ -112,6 +112,51 @@ Vec load_second(const W* p) {
   return Vec::load(p + Vec::kLanes);
 }
 
+// For scaled_kernels.h.
+
+constexpr int kScaledTokens = 4;
+constexpr float kFp8Unit = 256.0f;  // e4m3 bits as those of a float16: the bias is 15, not 7
+
+struct Table {  // low and high bytes, in every 128 bits
+  __m256i low, high;
+  Table(const uint8_t* low_bytes, const uint8_t* high_bytes)
+      : low(_mm256_broadcastsi128_si256(
+            _mm_loadu_si128(reinterpret_cast<const __m128i*>(low_bytes)))),
+        high(_mm256_broadcastsi128_si256(
+            _mm_loadu_si128(reinterpret_cast<const __m128i*>(high_bytes)))) {}
+};
+
+void load_nibbles(const uint8_t* p, const Table& table, int u, Vec* w) {
+  const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  const __m256i mask = _mm256_set1_epi8(15);
+  const __m256i codes[2] = {_mm256_and_si256(both, mask),
+                            _mm256_and_si256(_mm256_srli_epi16(both, 4), mask)};
+  for (int odd = 0; odd < 2; ++odd) {
+    const __m256i low = _mm256_shuffle_epi8(table.low, codes[odd]);
+    const __m256i high = _mm256_shuffle_epi8(table.high, codes[odd]);
+    const __m256i words = u ? _mm256_unpackhi_epi8(low, high) : _mm256_unpacklo_epi8(low, high);
+    const __m256i upper = _mm256_and_si256(words, _mm256_set1_epi32(int(0xffff0000)));
+    w[2 * odd] = {_mm256_castsi256_ps(_mm256_slli_epi32(words, 16))};
+    w[2 * odd + 1] = {_mm256_castsi256_ps(upper)};
+  }
+}
+
+void load_fp8(const uint8_t* p, Vec* w) {
+  for (int half = 0; half < 2; ++half) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16 * half));
+    // the sign comes to bit 15 and, unwanted, to bit 14
+    const __m256i bits = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7),
+                                          _mm256_set1_epi16(int16_t(0xbf80)));
+    w[2 * half] = {_mm256_cvtph_ps(_mm256_castsi256_si128(bits))};
+    w[2 * half + 1] = {_mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1))};
+  }
+}
+
+template <int kStride>
+Vec spread(const float* s) {
+  return {_mm256_blend_ps(_mm256_broadcast_ss(s), _mm256_broadcast_ss(s + kStride), 0xf0)};
+}
+
 #include "vector_kernels.h"
 
 }  // namespace

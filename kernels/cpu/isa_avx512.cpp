@@ -118,6 +118,54 @@ Vec load_second(const W* p) {
   return Vec::load(p + Vec::kLanes);
 }
 
+// For scaled_kernels.h.
+
+constexpr int kScaledTokens = 8;
+constexpr float kFp8Unit = 256.0f;  // e4m3 bits as those of a float16: the bias is 15, not 7
+
+struct Table {  // low and high bytes, in every 128 bits
+  __m512i low, high;
+  Table(const uint8_t* low_bytes, const uint8_t* high_bytes)
+      : low(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(low_bytes)))),
+        high(
+            _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(high_bytes)))) {
+  }
+};
+
+void load_nibbles(const uint8_t* p, const Table& table, int u, Vec* w) {
+  const __m512i both = _mm512_loadu_si512(p);
+  const __m512i mask = _mm512_set1_epi8(15);
+  const __m512i codes[2] = {_mm512_and_si512(both, mask),
+                            _mm512_and_si512(_mm512_srli_epi16(both, 4), mask)};
+  for (int odd = 0; odd < 2; ++odd) {
+    const __m512i low = _mm512_shuffle_epi8(table.low, codes[odd]);
+    const __m512i high = _mm512_shuffle_epi8(table.high, codes[odd]);
+    const __m512i words = u ? _mm512_unpackhi_epi8(low, high) : _mm512_unpacklo_epi8(low, high);
+    const __m512i upper = _mm512_and_si512(words, _mm512_set1_epi32(int(0xffff0000)));
+    w[2 * odd] = {_mm512_castsi512_ps(_mm512_slli_epi32(words, 16))};
+    w[2 * odd + 1] = {_mm512_castsi512_ps(upper)};
+  }
+}
+
+void load_fp8(const uint8_t* p, Vec* w) {
+  for (int half = 0; half < 2; ++half) {
+    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32 * half));
+    // the sign comes to bit 15 and, unwanted, to bit 14
+    const __m512i bits = _mm512_and_si512(_mm512_slli_epi16(_mm512_cvtepi8_epi16(bytes), 7),
+                                          _mm512_set1_epi16(int16_t(0xbf80)));
+    w[2 * half] = {_mm512_cvtph_ps(_mm512_castsi512_si256(bits))};
+    w[2 * half + 1] = {_mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1))};
+  }
+}
+
+template <int kStride>
+Vec spread(const float* s) {
+  const __m512i which = _mm512_setr_epi32(0, 0, 0, 0, kStride, kStride, kStride, kStride,  //
+                                          2 * kStride, 2 * kStride, 2 * kStride, 2 * kStride,
+                                          3 * kStride, 3 * kStride, 3 * kStride, 3 * kStride);
+  return {_mm512_permutexvar_ps(which, _mm512_castps256_ps512(_mm256_loadu_ps(s)))};
+}
+
 #include "vector_kernels.h"
 
 }  // namespace

@@ -90,6 +90,37 @@ Vec load_second(const W* p) {
   return Vec::load(p + Vec::kLanes);
 }
 
+// For scaled_kernels.h.
+
+constexpr int kScaledTokens = 1;
+constexpr float kFp8Unit = 1.0f;
+
+struct Table {
+  float value[16];
+  Table(const uint8_t* low, const uint8_t* high) {
+    for (int i = 0; i < 16; ++i) value[i] = float_of(uint32_t(high[i]) << 24 | low[i] << 16);
+  }
+};
+
+void load_nibbles(const uint8_t* p, const Table& table, int u, Vec* w) {
+  for (int i = 0; i < 4; ++i) {  // as nibble_place has it
+    for (int lane = 0; lane < Vec::kLanes; ++lane) {
+      const uint8_t byte = p[lane / 4 * 16 + 8 * u + lane % 4 * 2 + i % 2];
+      w[i].v[lane] = table.value[i / 2 ? byte >> 4 : byte & 15];
+    }
+  }
+}
+
+void load_fp8(const uint8_t* p, Vec* w) {
+  for (int i = 0; i < 4 * Vec::kLanes; ++i)
+    w[i / Vec::kLanes].v[i % Vec::kLanes] = widen_e4m3(p[i]);
+}
+
+template <int kStride>
+Vec spread(const float* s) {
+  return each([&](int i) { return s[i / 4 * kStride]; });
+}
+
 #include "vector_kernels.h"
 
 }  // namespace

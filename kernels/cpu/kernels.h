@@ -3,18 +3,21 @@
 // Order of additions. An element of W x is the sum of four vectors of partial sums; where a product
 // goes is fixed by its place in the row, and the four are added as ((0 + 1) + (2 + 3)), then across
 // lanes by a fixed tree. Rows end with zeros up to a whole step. So in float32 a result does not
-// depend on the number of tokens, on threads or on the tile. The kernels for bf16 activations on
-// AVX512-BF16 and AMX are free of this rule: contract and tests know it for float32 alone.
+// depend on the number of tokens, on threads or on the tile. Scaled formats have another such
+// order: see scaled_kernels.h. The kernels for bf16 activations on AVX512-BF16 and AMX are free of
+// this rule: contract and tests know it for float32 alone.
 #pragma once
 
 #include <stdint.h>
+#include <string.h>
 
 #include "ftd_cpu.h"
 #include "numbers.h"
 
 namespace ftd {
 
-constexpr int kTypes = 3;       // rows of kernels/formats.py
+constexpr int kTypes = 3;
+constexpr int kFormats = 8;     // rows of kernels/formats.py, of which the first are the types
 constexpr int kPackAlign = 32;  // packed pieces may start at multiples of this many inputs
 constexpr int kKeyBlock = 256;  // positions of an attention block: its softmax is merged in order
 constexpr int kKeyStage = 64;   // positions widened to float32 at a time
@@ -22,20 +25,64 @@ constexpr int kKeyTile = 4;  // keys scored together: the stage has room for so 
 constexpr int kHeadAlign = 16;  // head channels are padded to a multiple of this
 
 constexpr int64_t type_bytes(int type) { return type == FTD_F32 ? 4 : 2; }
+// Of the numbers of one row.
+constexpr int64_t row_bytes(int format, int64_t inputs) {
+  return format < kTypes         ? inputs * type_bytes(format)
+         : format <= FTD_FP8_ROW ? inputs
+                                 : inputs / 2;
+}
 constexpr int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t greatest(int64_t a, int64_t b) { return a > b ? a : b; }
 
+// A matrix where it lies.
+struct Matrix {
+  int format;
+  int64_t inputs;  // K: numbers in a row
+  const uint8_t* numbers;
+  const uint8_t* scales;
+  float factor;
+  const float* bias;  // null: none
+
+  Matrix(const void* record, const FtdMatrix& at, int64_t k)
+      : format(at.format),
+        inputs(k),
+        numbers(static_cast<const uint8_t*>(record) + at.numbers),
+        scales(static_cast<const uint8_t*>(record) + at.scales),
+        factor(1.0f),
+        bias(at.bias < 0
+                 ? nullptr
+                 : reinterpret_cast<const float*>(static_cast<const char*>(record) + at.bias)) {
+    if (format == FTD_NVFP4)
+      memcpy(&factor, static_cast<const char*>(record) + at.factor, sizeof factor);
+  }
+};
+
 // out[t * out_stride + r] = weight row r · token t. Tokens lie packed in groups, as Matmul says.
 struct MatmulCall {
-  const uint8_t* weight;  // row-major
-  int64_t inputs;         // K: numbers in a row
+  const uint8_t* weight;  // numbers of its first row
+  int64_t inputs;         // K
   int64_t rows;
   const void* const* x;  // packed groups, each of Matmul::group tokens, the last one perhaps short
   int64_t tokens;
   float* out;
   int64_t out_stride;
   int64_t prefetch_bytes;
+  const Matrix* matrix;
+  int64_t first_row;  // in the matrix
+
+  MatmulCall(const Matrix& m, int64_t first, int64_t count, const void* const* packed, int64_t t,
+             float* to, int64_t stride, int64_t prefetch)
+      : weight(m.numbers + first * row_bytes(m.format, m.inputs)),
+        inputs(m.inputs),
+        rows(count),
+        x(packed),
+        tokens(t),
+        out(to),
+        out_stride(stride),
+        prefetch_bytes(prefetch),
+        matrix(&m),
+        first_row(first) {}
 };
 
 // The distance at which to ask for weights after some row: none where they would be another unit's.
@@ -84,11 +131,12 @@ struct AttentionCall {
 };
 
 struct Kernels {
-  const Matmul* matmul[kTypes][kTypes];   // [weight][activation]
-  const Matmul* grouped[kTypes][kTypes];  // for kGroupedFrom tokens and more; null: none is better
+  const Matmul* matmul[kFormats][kTypes];   // [weight][activation]
+  const Matmul* grouped[kFormats][kTypes];  // for kGroupedFrom tokens and more; null: none better
 
-  // h = silu(gate) · up, rounded to the activation type, which is stored widened.
-  void (*gate_up)(const float* gate, const float* up, float* h, int64_t count, int act);
+  // h of gate and up, rounded to the activation type, which is stored widened.
+  void (*gate_up)(const float* gate, const float* up, float* h, int64_t count, int act,
+                  const FtdActivation& activation);
   void (*silu_mul)(const void* gate, const void* up, void* y, int64_t count, int act);
   void (*widen)(const void* x, int type, float* y, int64_t count);
   void (*narrow)(const float* x, const float* bias, void* y, int type,

@@ -11,10 +11,11 @@ constexpr int64_t kTileFloats =
 
 }  // namespace
 
-extern "C" int32_t ftd_linear(FtdOps* ops, const void* x, int32_t act, const void* weight,
-                              int32_t format, const void* bias, int32_t bias_type, void* y,
+extern "C" int32_t ftd_linear(FtdOps* ops, const void* x, int32_t act, const void* record,
+                              const FtdMatrix* matrix, const void* bias, int32_t bias_type, void* y,
                               int32_t out, int64_t tokens, int64_t outputs, int64_t inputs) {
-  if (!known(act) || !known(format) || !known(out) || (bias && !known(bias_type)))
+  const int32_t format = matrix->format;
+  if (!known(act) || !known_format(format) || !known(out) || (bias && !known(bias_type)))
     return FTD_BAD_TYPE;
   if (tokens < 0 || outputs < 0 || inputs < 1) return FTD_BAD_SHAPE;
   if (tokens == 0 || outputs == 0) return 0;
@@ -22,6 +23,7 @@ extern "C" int32_t ftd_linear(FtdOps* ops, const void* x, int32_t act, const voi
   const Kernels& kernels = ops->kernels;
   const Turn turn(pool);
 
+  const Matrix weight(record, *matrix, inputs);
   const Matmul& matmul = choose(kernels, format, act, tokens);
   const Packed packed = packed_groups(pool.shared(), matmul, tokens, inputs);
   split(pool, tokens, matmul.group, inputs * 4, [&](int64_t first, int64_t last, int) {
@@ -36,22 +38,20 @@ extern "C" int32_t ftd_linear(FtdOps* ops, const void* x, int32_t act, const voi
     kernels.widen(bias, bias_type, bias_floats, outputs);
   }
 
-  const int64_t row_bytes = inputs * type_bytes(format);
   const int64_t tile_rows = greatest(kRowAlign, kTileFloats / tokens / kRowAlign * kRowAlign);
-  split(
-      pool, outputs, kRowAlign, cost_of(row_bytes, inputs * tokens),
-      [&](int64_t first, int64_t last, int thread) {
-        float* tile =
-            pool.fresh(thread).take<float>(size_t(least(tile_rows, last - first) * tokens));
-        for (int64_t row = first; row < last; row += tile_rows) {
-          const int64_t rows = least(tile_rows, last - row);
-          matmul.run({static_cast<const uint8_t*>(weight) + row * row_bytes, inputs, rows,
-                      packed.groups, tokens, tile, rows, ops->prefetch_bytes[format][tokens > 1]});
-          for (int64_t t = 0; t < tokens; ++t) {
-            kernels.narrow(tile + t * rows, bias ? bias_floats + row : nullptr,
-                           offset(y, (t * outputs + row) * type_bytes(out)), out, rows);
+  split(pool, outputs, kRowAlign, cost_of(row_bytes(format, inputs), inputs * tokens),
+        [&](int64_t first, int64_t last, int thread) {
+          float* tile =
+              pool.fresh(thread).take<float>(size_t(least(tile_rows, last - first) * tokens));
+          for (int64_t row = first; row < last; row += tile_rows) {
+            const int64_t rows = least(tile_rows, last - row);
+            matmul.run({weight, row, rows, packed.groups, tokens, tile, rows,
+                        ops->prefetch_bytes[format][tokens > 1]});
+            for (int64_t t = 0; t < tokens; ++t) {
+              kernels.narrow(tile + t * rows, bias ? bias_floats + row : nullptr,
+                             offset(y, (t * outputs + row) * type_bytes(out)), out, rows);
+            }
           }
-        }
-      });
+        });
   return 0;
 }

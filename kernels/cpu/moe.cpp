@@ -1,4 +1,5 @@
-// y[t] = Σ_k weights[t, k] · W2 (silu(W1 x[t]) ⊙ W3 x[t]) with the matrices of expert ids[t, k].
+// y[t] = Σ_k weights[t, k] · W2 activation(W1 x[t], W3 x[t]) with the matrices of expert ids[t, k],
+// each of which may add a bias.
 //
 // Routes are sorted by expert, so each distinct expert is read once: 3 · H · I weights. Three jobs:
 // gate and up rows of all experts; down rows of all experts; each token's sum over its routes, in
@@ -26,6 +27,7 @@ struct Group {
 
 struct Moe {
   const FtdExpertLayout& layout;
+  const FtdActivation& activation;
   int act;
   int64_t tokens, routes;
   Group* groups;   // by node, then by expert
@@ -109,14 +111,15 @@ bool group_routes(Moe& moe, Pool& pool, const int32_t* ids, const int64_t* addre
 void pack_inputs(Moe& moe, FtdOps& ops, const void* x) {
   Pool& pool = ops.pool;
   const int64_t hidden = moe.layout.hidden, inner = moe.layout.inner;
-  const Matmul& single = *ops.kernels.matmul[moe.layout.format][moe.act];
+  const Matmul& single = *ops.kernels.matmul[moe.layout.gate.format][moe.act];
   const int64_t x_row_bytes = hidden * type_bytes(moe.act);
   bool any_single = false;
   int64_t num_grouped = 0;
   Group** grouped = pool.shared().take<Group*>(size_t(moe.num_groups));
   for (int64_t g = 0; g < moe.num_groups; ++g) {
     Group& group = moe.groups[g];
-    group.gate_up = group.down = &choose(ops.kernels, moe.layout.format, moe.act, group.count);
+    group.gate_up = &choose(ops.kernels, moe.layout.gate.format, moe.act, group.count);
+    group.down = &choose(ops.kernels, moe.layout.down.format, moe.act, group.count);
     group.h = packed_groups(pool.shared(), *group.down, group.count, inner).groups;
     if (group.gate_up->group == 1) {
       any_single = true;
@@ -149,19 +152,28 @@ void pack_inputs(Moe& moe, FtdOps& ops, const void* x) {
   });
 }
 
+// Adds a matrix' bias to rows [first, first + rows) of each token's product.
+void add_bias(const FtdOps& ops, const Matrix& matrix, int64_t first, int64_t rows, float* products,
+              int64_t tokens, int64_t stride) {
+  for (int64_t t = 0; matrix.bias && t < tokens; ++t)
+    ops.kernels.add_scaled(matrix.bias + first, 1.0f, products + t * stride, rows);
+}
+
 // First job: h rows [first, last) of one expert, for all its tokens, packed for the down matrix.
 void gate_up_rows(const Moe& moe, FtdOps& ops, const Group& group, int64_t first, int64_t last,
                   Arena& arena) {
   const FtdExpertLayout& layout = moe.layout;
-  const int64_t rows = last - first, row_bytes = layout.hidden * type_bytes(layout.format);
-  const int64_t prefetch = ops.prefetch_bytes[layout.format][group.count > 1];
+  const int64_t rows = last - first;
+  const int64_t prefetch = ops.prefetch_bytes[layout.gate.format][group.count > 1];
   float* gate = arena.take<float>(size_t(rows * group.count));
   float* up = arena.take<float>(size_t(rows * group.count));
-  const uint8_t* w1 = group.record + layout.gate + first * row_bytes;
-  const uint8_t* w3 = group.record + layout.up + first * row_bytes;
-  group.gate_up->run({w1, layout.hidden, rows, group.x, group.count, gate, rows, prefetch});
-  group.gate_up->run({w3, layout.hidden, rows, group.x, group.count, up, rows, prefetch});
-  ops.kernels.gate_up(gate, up, gate, rows * group.count, moe.act);
+  const Matrix w1(group.record, layout.gate, layout.hidden);
+  const Matrix w3(group.record, layout.up, layout.hidden);
+  group.gate_up->run({w1, first, rows, group.x, group.count, gate, rows, prefetch});
+  group.gate_up->run({w3, first, rows, group.x, group.count, up, rows, prefetch});
+  add_bias(ops, w1, first, rows, gate, group.count, rows);
+  add_bias(ops, w3, first, rows, up, group.count, rows);
+  ops.kernels.gate_up(gate, up, gate, rows * group.count, moe.act, moe.activation);
   for (int64_t i = 0; i < group.count; ++i) {
     group.down->pack(gate + i * rows, FTD_F32, first, rows, layout.inner,
                      int(i % group.down->group), const_cast<void*>(group.h[i / group.down->group]));
@@ -172,10 +184,11 @@ void gate_up_rows(const Moe& moe, FtdOps& ops, const Group& group, int64_t first
 void down_rows(const Moe& moe, FtdOps& ops, const Group& group, int64_t first, int64_t last,
                float* products, int64_t width) {
   const FtdExpertLayout& layout = moe.layout;
-  const int64_t row_bytes = layout.inner * type_bytes(layout.format);
-  group.down->run({group.record + layout.down + first * row_bytes, layout.inner, last - first,
-                   group.h, group.count, products + group.first * width, width,
-                   ops.prefetch_bytes[layout.format][group.count > 1]});
+  const Matrix w2(group.record, layout.down, layout.inner);
+  float* out = products + group.first * width;
+  group.down->run({w2, first, last - first, group.h, group.count, out, width,
+                   ops.prefetch_bytes[layout.down.format][group.count > 1]});
+  add_bias(ops, w2, first, last - first, out, group.count, width);
 }
 
 // Third job: some columns of one token's y.
@@ -192,19 +205,21 @@ void add_routes(const Moe& moe, FtdOps& ops, const float* weights, const float* 
 
 extern "C" int32_t ftd_moe(FtdOps* ops, const void* x, int32_t act, const int32_t* ids,
                            const float* weights, const int64_t* address,
-                           const FtdExpertLayout* layout, float* y, int64_t tokens, int64_t routes,
-                           int64_t experts) {
-  if (!known(act) || !known(layout->format)) return FTD_BAD_TYPE;
+                           const FtdExpertLayout* layout, const FtdActivation* activation, float* y,
+                           int64_t tokens, int64_t routes, int64_t experts) {
+  if (!known(act) || !known_format(layout->gate.format) || !known_format(layout->down.format) ||
+      layout->up.format != layout->gate.format)
+    return FTD_BAD_TYPE;
   if (tokens < 0 || routes < 0 || experts < 0 || layout->hidden < 1 || layout->inner < 1)
     return FTD_BAD_SHAPE;
   Pool& pool = ops->pool;
   const Turn turn(pool);
-  Moe moe = {*layout, act, tokens, routes, nullptr, nullptr, 0, 0};
+  Moe moe = {*layout, *activation, act, tokens, routes, nullptr, nullptr, 0, 0};
   if (!group_routes(moe, pool, ids, address, experts)) return FTD_BAD_INDEX;
   pack_inputs(moe, *ops, x);
 
   const int64_t inner = layout->inner, hidden = layout->hidden;
-  const int64_t row_cost = cost_of(moe.num_groups * inner * type_bytes(layout->format),
+  const int64_t row_cost = cost_of(moe.num_groups * row_bytes(layout->down.format, inner),
                                    moe.num_routes * inner);  // of a down row of every expert
   const Units up(inner, moe, pool.threads());
   share(

@@ -9,12 +9,12 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,15 +22,18 @@ from ftd.errors import ConfigError
 
 from ..activation import SILU, Activation
 from ..composed import ComposedOps
-from ..formats import FORMATS, ExpertLayout, Matrix
+from ..formats import FORMATS, ExpertLayout, Matrix, MatrixLayout, PackedMatrix
 from .topology import Node, default_threads, discover_nodes, place_threads, usable_cores
 
-ABI = 2
+ABI = 3
 PARK_AFTER_US = 200  # waking a sleeping worker costs 50 µs: more than a layer's work
 PREFETCH_CHOICES_BYTES = (0, 2048, 8192, 16384)
 CALIBRATION_TOKENS = (1, 3)  # three: with more, AMX takes over and finds its own way
 
-_CODE = {row.dtype: row.code for row in FORMATS.values()}
+_CODE = {row.dtype: row.code for row in FORMATS.values() if not row.scaled}
+
+
+T = TypeVar("T")
 
 
 class _PoolPlan(Structure):
@@ -44,15 +47,47 @@ class _PoolPlan(Structure):
     )
 
 
-class _Layout(Structure):
+class _Matrix(Structure):
     _fields_ = (
         ("format", c_int32),
+        ("numbers", c_int64),
+        ("scales", c_int64),
+        ("factor", c_int64),
+        ("bias", c_int64),
+    )
+
+    @staticmethod
+    def of(layout: MatrixLayout) -> _Matrix:
+        bias = -1 if layout.bias_offset is None else layout.bias_offset
+        return _Matrix(
+            layout.format.code, layout.offset, layout.scale_offset, layout.factor_offset, bias
+        )
+
+
+_PLAIN = {dtype: _Matrix(code, 0, 0, 0, -1) for dtype, code in _CODE.items()}
+
+
+class _Layout(Structure):
+    _fields_ = (
         ("hidden", c_int32),
         ("inner", c_int32),
-        ("gate", c_int64),
-        ("up", c_int64),
-        ("down", c_int64),
+        ("gate", _Matrix),
+        ("up", _Matrix),
+        ("down", _Matrix),
     )
+
+    @staticmethod
+    def of(layout: ExpertLayout) -> _Layout:
+        matrices = (_Matrix.of(matrix) for matrix in layout.matrices.values())
+        return _Layout(layout.hidden, layout.inner, *matrices)
+
+
+class _Activation(Structure):
+    _fields_ = (("limit", c_float), ("alpha", c_float), ("shift", c_float))
+
+    @staticmethod
+    def of(activation: Activation) -> _Activation:
+        return _Activation(activation.limit, activation.alpha, activation.shift)
 
 
 _P, _I, _N, _F = c_void_p, c_int32, c_int64, c_float
@@ -69,8 +104,11 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ftd_ops_create": (_P, (_P, _I)),
     "ftd_ops_destroy": (None, (_P,)),
     "ftd_ops_prefetch": (None, (_P, _I, _I, _I)),
-    "ftd_linear": (_I, (_P, _P, _I, _P, _I, _P, _I, _P, _I, _N, _N, _N)),
-    "ftd_moe": (_I, (_P, _P, _I, _P, _P, _P, POINTER(_Layout), _P, _N, _N, _N)),
+    "ftd_linear": (_I, (_P, _P, _I, _P, POINTER(_Matrix), _P, _I, _P, _I, _N, _N, _N)),
+    "ftd_moe": (
+        _I,
+        (_P, _P, _I, _P, _P, _P, POINTER(_Layout), POINTER(_Activation), _P, _N, _N, _N),
+    ),
     "ftd_attention": (
         _I,
         (_P, _P, _P, _P, _I, _P, _N, _P, _P, _P, _N, _N, _N, _N, _N, _F, _N, _P),
@@ -245,7 +283,8 @@ class NativeOps(ComposedOps):
         index = list(pool.library.isas()).index(isa)
         self._ops = self._c.ftd_ops_create(pool.handle, index)
         assert self._ops, isa
-        self._layouts: dict[ExpertLayout, _Layout] = {}
+        # what the library is told of objects, by id: hashing a layout would cost as much as a call
+        self._told: dict[int, tuple[object, Structure]] = {}
 
     def close(self) -> None:
         """End the pool's threads; the last call."""
@@ -261,11 +300,14 @@ class NativeOps(ComposedOps):
         bias: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        assert isinstance(weight, torch.Tensor), "scaled formats: TorchOps"
         T, K = x.shape
         O, inputs = weight.shape  # noqa: E741
         assert inputs == K, (x.shape, weight.shape)
-        assert x.is_contiguous() and weight.is_contiguous(), (x.stride(), weight.stride())
+        if isinstance(weight, PackedMatrix):
+            matrix, record = self._tell(weight.layout, _Matrix.of), weight.data
+        else:
+            matrix, record = _PLAIN[weight.dtype], weight
+        assert x.is_contiguous() and record.is_contiguous(), (x.stride(), record.stride())
         y = torch.empty(T, O, dtype=out_dtype or x.dtype)
         bias_pointer, bias_code = None, 0
         if bias is not None:
@@ -275,8 +317,8 @@ class NativeOps(ComposedOps):
             self._ops,
             x.data_ptr(),
             _CODE[x.dtype],
-            weight.data_ptr(),
-            _CODE[weight.dtype],
+            record.data_ptr(),
+            byref(matrix),
             bias_pointer,
             bias_code,
             y.data_ptr(),
@@ -297,7 +339,6 @@ class NativeOps(ComposedOps):
         layout: ExpertLayout,
         activation: Activation = SILU,
     ) -> torch.Tensor:
-        assert layout.plain and activation == SILU, "scaled formats: TorchOps"
         (T, H), (rows, K) = x.shape, ids.shape
         assert layout.hidden == H and rows == T and weights.shape == ids.shape, (x.shape, ids.shape)
         assert (ids.dtype, weights.dtype, address.dtype) == (
@@ -314,7 +355,8 @@ class NativeOps(ComposedOps):
             ids.data_ptr(),
             weights.data_ptr(),
             address.data_ptr(),
-            byref(self._layout(layout)),
+            byref(self._tell(layout, _Layout.of)),
+            byref(self._tell(activation, _Activation.of)),
             y.data_ptr(),
             T,
             K,
@@ -323,17 +365,11 @@ class NativeOps(ComposedOps):
         assert fault == 0, (fault, x.shape, ids)
         return y
 
-    def _layout(self, layout: ExpertLayout) -> _Layout:
-        if layout not in self._layouts:
-            self._layouts[layout] = _Layout(
-                layout.format.code,
-                layout.hidden,
-                layout.inner,
-                layout.gate_offset,
-                layout.up_offset,
-                layout.down_offset,
-            )
-        return self._layouts[layout]
+    def _tell(self, thing: T, describe: Callable[[T], Structure]) -> Structure:
+        known = self._told.get(id(thing))
+        if known is None:
+            known = self._told[id(thing)] = thing, describe(thing)  # kept alive: the id is its own
+        return known[1]
 
     def attention(
         self,
@@ -472,7 +508,8 @@ class NativeOps(ComposedOps):
     def set_prefetch(self, layout: ExpertLayout, one_bytes: int, several_bytes: int) -> None:
         """How far ahead weights of this format are asked for, with one token and with several."""
         for several, distance in enumerate((one_bytes, several_bytes)):
-            self._c.ftd_ops_prefetch(self._ops, layout.format.code, several, distance)
+            for code in {matrix.format.code for matrix in layout.matrices.values()}:
+                self._c.ftd_ops_prefetch(self._ops, code, several, distance)
 
     def calibrate(
         self,

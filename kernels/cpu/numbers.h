@@ -37,6 +37,13 @@ inline float widen(f16 x) {
   return float_of(bits_of(float_of(rest << 13) * float_of(0x77800000)) | sign);
 }
 
+// e4m3: a sign, four bits of exponent, three of mantissa.
+inline float widen_e4m3(uint8_t x) {
+  // 2^120 moves the exponent from bias 7 to 127 and makes subnormals normal on the way
+  const float size = float_of(uint32_t(x & 0x7f) << 20) * float_of(0x7b800000);
+  return float_of(bits_of(size) | uint32_t(x & 0x80) << 24);
+}
+
 inline void narrow(float x, float& y) { y = x; }
 
 inline void narrow(float x, bf16& y) {

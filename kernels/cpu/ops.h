@@ -12,7 +12,7 @@ struct FtdPool {
 struct FtdOps {
   ftd::Pool& pool;
   const ftd::Kernels& kernels;
-  int64_t prefetch_bytes[ftd::kTypes][2] = {};  // [format][several tokens]
+  int64_t prefetch_bytes[ftd::kFormats][2] = {};  // [format][several tokens]
 };
 
 namespace ftd {
@@ -27,6 +27,7 @@ class Turn {
 };
 
 inline bool known(int32_t type) { return type >= 0 && type < kTypes; }
+inline bool known_format(int32_t format) { return format >= 0 && format < kFormats; }
 
 inline const void* offset(const void* p, int64_t bytes) {
   return static_cast<const char*>(p) + bytes;

@@ -6,6 +6,7 @@
 //   kept(a)                a, in a register: the compiler would load it anew for each use
 //   load_first(p), load_second(p)   2 · kLanes weights in two vectors
 //   kSplitsPairs<W>        whether they are the even and the odd ones, else the two halves
+//   Table, load_nibbles, load_fp8, kFp8Unit, spread, kScaledTokens   see scaled_kernels.h
 //   kRowTokens             tokens of one row whose partial sums fit the registers
 //   kTileRows, kTileTokens, kTileTurns   the same for a block of rows and tokens: see dot
 //
@@ -205,6 +206,8 @@ void pack(const void* x, int type, int64_t first, int64_t count, int64_t inputs,
 template <class W>
 constexpr Matmul kMatmul = {1, kStep, sizeof(float), pack<W>, matmul<W>};
 
+#include "scaled_kernels.h"
+
 // ---- element-wise and row-wise ----------------------------------------------------------------
 
 template <class Act>
@@ -214,13 +217,20 @@ Vec rounded(Act*, Vec x) {  // to Act and back
   return Vec::load(whole);
 }
 
-void gate_up(const float* gate, const float* up, float* h, int64_t count, int act) {
+void gate_up(const float* gate, const float* up, float* h, int64_t count, int act,
+             const FtdActivation& activation) {
+  const Vec limit = Vec::all(activation.limit), floor = Vec::all(-activation.limit);
+  const Vec alpha = Vec::all(activation.alpha), shift = Vec::all(activation.shift);
+  auto activate = [&](Vec g, Vec u) {  // the order of operands hands a NaN on
+    const Vec gated = silu(alpha * lower(limit, g)) / alpha;
+    return gated * (lower(limit, upper(floor, u)) + shift);
+  };
   with_type(act, [&](auto* t) {
     int64_t i = 0;
     for (; i + Vec::kLanes <= count; i += Vec::kLanes)
-      rounded(t, silu(Vec::load(gate + i)) * Vec::load(up + i)).store(h + i);
+      rounded(t, activate(Vec::load(gate + i), Vec::load(up + i))).store(h + i);
     if (i < count) {
-      const Vec y = silu(load_some(gate + i, count - i)) * load_some(up + i, count - i);
+      const Vec y = activate(load_some(gate + i, count - i), load_some(up + i, count - i));
       store_some(rounded(t, y), h + i, count - i);
     }
   });
@@ -560,6 +570,11 @@ Kernels vector_kernels() {
     k.matmul[FTD_BF16][act] = &kMatmul<bf16>;
     k.matmul[FTD_F16][act] = &kMatmul<f16>;
     k.matmul[FTD_F32][act] = &kMatmul<float>;
+    k.matmul[FTD_FP8][act] = &kScaledMatmul<Fp8<128>>;
+    k.matmul[FTD_FP8_ROW][act] = &kScaledMatmul<Fp8<0>>;
+    k.matmul[FTD_MXFP4][act] = &kScaledMatmul<Mxfp4>;
+    k.matmul[FTD_NVFP4][act] = &kScaledMatmul<Nvfp4>;
+    k.matmul[FTD_INT4][act] = &kScaledMatmul<Int4>;
   }
   k.gate_up = gate_up;
   k.silu_mul = silu_mul;
