@@ -58,13 +58,7 @@ def oracle(directory) -> Oracle:
 
 @pytest.fixture(scope="module")
 def model(directory, ops) -> LoneModel:
-    return lone_model(directory, ops)
-
-
-def lone_model(directory, ops, *args, **settings) -> LoneModel:
-    if directory.name.startswith("gpt_oss") and not isinstance(ops, TorchOps):
-        pytest.skip("torch computes the experts of this family")
-    return LoneModel(directory, ops, *args, **settings)
+    return LoneModel(directory, ops)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -98,7 +92,7 @@ def test_chunks_pages_and_neighbours_change_no_bit(model, oracle, directory, ops
     expected = model.run(first)
     for way in ("decode", "chunks"):
         assert torch.equal(model.run(first, WAYS[way](len(first))), expected), way
-    other = lone_model(directory, ops, num_sequences=8, page_tokens=8)
+    other = LoneModel(directory, ops, num_sequences=8, page_tokens=8)
     rows = {owner: second[: 3 + owner] for owner in range(8) if owner != 5}
     other.step(rows)  # neighbours hold pages of their own
     parts = [other.step({5: first[:7]})]
@@ -110,7 +104,7 @@ def test_chunks_pages_and_neighbours_change_no_bit(model, oracle, directory, ops
 
 def test_bfloat16_is_close(directory, oracle, ops):
     """Tolerances of the oracle for bfloat16: a close call of a router may go the other way."""
-    model = lone_model(directory, ops, torch.bfloat16)
+    model = LoneModel(directory, ops, torch.bfloat16)
     rows = disagreed = 0
     errors = []
     for prompt in oracle.prompts:
