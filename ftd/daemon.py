@@ -99,6 +99,7 @@ class _Daemon:
                 tasks.create_task(self._load())
                 tasks.create_task(self._reload_when_asked())
                 tasks.create_task(self._lifecycle.supervise())
+                tasks.create_task(self._lifecycle.balance())
                 tasks.create_task(pulse.run())
         except* _AskedToEnd:
             pass

@@ -31,7 +31,7 @@ from ftd.engine.meter import Meter
 from ftd.engine.runner import Runner, StepResult
 from ftd.engine.sampling import Draw, SamplingState, token_logprob
 from ftd.errors import ConstraintFailed, EngineFailed
-from ftd.experts.runtime import ExpertCounters
+from ftd.experts.runtime import ExpertCounters, ResidencyMap
 from ftd.experts.slots import Resized
 from ftd.kv.cache import KvCache
 from ftd.kv.pages import PagePool
@@ -60,6 +60,7 @@ class Totals:
     cancelled: int = 0
     failed: int = 0
     preempted: int = 0
+    evicted_pages: int = 0  # of the prefix cache, for lack of room
 
 
 @dataclass(slots=True)
@@ -95,6 +96,7 @@ class StepExperts(Experts, Protocol):
     def safe_point(self) -> None: ...
     def abandon_step(self) -> None: ...
     def resize(self, num_slots: int) -> Resized: ...
+    def residency_map(self) -> ResidencyMap: ...
     def counters(self) -> ExpertCounters: ...
 
 
@@ -120,6 +122,9 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.beat: Callable[[], None] = lambda: None
+        # Where memory follows need, the pool grows up to ``most_pages`` for a single sequence.
+        self.most_pages = 0
+        self.make_room: Callable[[int], None] = lambda pages: None
         self.model = model
         self.kv = kv
         self.experts = experts
@@ -177,6 +182,10 @@ class EngineCore:
     def running(self) -> list[Sequence]:
         """Oldest first."""
         return sorted((a.sequence for a in self._running.values()), key=lambda s: s.arrival)
+
+    def waiting(self) -> list[Sequence]:
+        """Oldest first."""
+        return sorted((a.sequence for a in self._waiting.values()), key=lambda s: s.arrival)
 
     def longest_tokens(self) -> int:
         """Of any request in the engine, prompt and output so far."""
@@ -242,6 +251,9 @@ class EngineCore:
         return outputs
 
     def _launch(self) -> Launched:
+        needed = self.longest_tokens() // self.kv.page_tokens + 1
+        if self.pages.num_pages < needed <= self.most_pages:
+            self.make_room(needed)
         plan = self._plan()
         self._carry_out(plan)
         runs = [(self._running[run.key], run.tokens) for run in self._within_scored_rows(plan.runs)]
@@ -341,7 +353,7 @@ class EngineCore:
 
     def _make_free(self, num_pages: int) -> None:
         if num_pages > self.pages.free:
-            self.tree.evict(num_pages - self.pages.free)
+            self.totals.evicted_pages += self.tree.evict(num_pages - self.pages.free)
 
     def _copy_part(self, sequence: Sequence, part: Part) -> None:
         """Go on in a page of one's own with the tokens that a page of the tree begins with."""
@@ -471,8 +483,9 @@ class EngineCore:
         return Finish.LENGTH if sequence.output_tokens >= self._most_output(sequence) else None
 
     def _most_output(self, sequence: Sequence) -> int:
-        """Tokens that were asked for, or that the pool has room for since it has become smaller."""
-        room = self.pages.num_pages * self.kv.page_tokens - sequence.prompt_tokens
+        """Tokens that were asked for, or that the pool can have room for since it was changed."""
+        pages = max(self.pages.num_pages, self.most_pages)
+        room = pages * self.kv.page_tokens - sequence.prompt_tokens
         return min(sequence.request.max_tokens, room)
 
     def _keep(self, sequence: Sequence) -> None:

@@ -1,38 +1,68 @@
 """The memory of a loaded model, which changes while it serves: ``served.Memory`` of real engines.
 
 A change is planned first, beside the engine, and refused with a number that works; what is granted
-is carried out at the engine's next safe point.
+is carried out at the engine's next safe point. With ``--auto`` pages and slots then share one sum
+of bytes: each look may move a piece of it, and a sequence that outgrows the pool gets room at once.
 """
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
+import structlog
+
 from ftd.config import Config
+from ftd.engine.core import EngineCore
 from ftd.engine.loading import LoadedEngine, Prepared, replanner
+from ftd.engine.observe import Observed, observe
 from ftd.engine.resize import Resizing, resize
 from ftd.errors import ConfigError
 from ftd.lifecycle.beside import on_thread
 from ftd.lifecycle.served import BudgetDone, MemoryUse
 from ftd.lifecycle.succession import Footprint
+from ftd.memory.balance import Demand, LastMove, Limits, Sizes, next_sizes, room_for
 from ftd.memory.budget import Bounds, plan_change, settings_for
 from ftd.memory.change import Change
-from ftd.memory.plan import MemoryPlan
+from ftd.memory.plan import MIN_CONTEXT_TOKENS, MemoryPlan
+
+log = structlog.get_logger(__name__)
+
+# What a miss waits for: its record over a link of PCIe 5 x16, as measured on the H200 machine. On
+# the CPU device a miss costs no more than a hit; there memory only stands in for a GPU's.
+LINK_BYTES_PER_S = 45e9
 
 
 class ElasticMemory:
     def __init__(self, config: Config, prepared: Prepared, loaded: LoadedEngine) -> None:
         self.config = config
-        self.plan = prepared.plan
-        self.auto = False
+        self.shared: Limits | None = None  # what pages and slots share by need
+        self._plan = prepared.plan
         self._prepared, self._engine = prepared, loaded.handle
         self._most_pages = loaded.most_pages
         # captured steps have page tables for so many
-        self._most_context = self.plan.context_tokens if self.plan.vram else prepared.spec.context
+        self._most_context = self._plan.context_tokens if self._plan.vram else prepared.spec.context
+        self._changing = asyncio.Lock()
+        self._seen: Observed | None = None
+        self._last = LastMove()
+
+    # ---- what it is
+
+    @property
+    def auto(self) -> bool:
+        return self.shared is not None
+
+    @property
+    def plan(self) -> MemoryPlan:
+        """As of now: where memory follows need, sizes are those of the engine."""
+        status = self._engine.status()
+        if self.shared is None:
+            return self._plan
+        return self._plan.resized(status.pages_total, status.slots_total)
 
     @property
     def footprint(self) -> Footprint:
-        plan = self.plan
+        plan = self._plan
         if plan.vram:  # of host memory only the pool: the rest lies on the GPU
             return Footprint(resident_bytes=plan.pool_bytes, growth_bytes=0)
         return Footprint(
@@ -55,60 +85,155 @@ class ElasticMemory:
             found.append(MemoryUse(name, num_bytes, num_bytes * part // max(1, whole), note))
         return tuple(found)
 
+    # ---- changes that are asked for
+
     async def apply(self, change: Change) -> BudgetDone:
-        if change.vram == "auto" and self.plan.vram is None:
+        async with self._changing:
+            return await self._apply(change)
+
+    async def _apply(self, change: Change) -> BudgetDone:
+        if change.vram == "auto" and self._plan.vram is None:
             raise ConfigError(
                 "--vram auto leaves to other processes what they take of the GPU, and no GPU is "
                 "in use",
                 hint="use --vram SIZE",
             )
         config = settings_for(self.config, change, self.plan)
+        numbers = change.kv_tokens is not None or change.expert_slots is not None
+        auto = change.auto or (self.auto and not numbers)
         planner = await on_thread(lambda: replanner(self._prepared))
-        bounds = self._bounds()
+        longest = await self._engine.at_safe_point(EngineCore.longest_tokens)
+        bounds = self._bounds(longest)
         plan = await on_thread(lambda: plan_change(planner, config, bounds))
-        done = await self._carry_out(plan)
-        self.config = config
-        self.auto = change.auto or (
-            self.auto and change.kv_tokens is None and change.expert_slots is None
-        )
+        shared = self._shared(config, plan) if auto else None
+        if shared:
+            plan = self._as_it_is(plan, shared, longest)
+        done = await self._carry_out(plan, shared)
+        self.config, self._plan, self.shared, self._seen = config, plan, shared, None
         return done
 
-    def _bounds(self) -> Bounds:
-        requests = self._engine.status().requests
+    def _bounds(self, longest_tokens: int) -> Bounds:
         return Bounds(
-            longest_tokens=max((r.prompt_tokens + r.output_tokens for r in requests), default=0),
+            longest_tokens=longest_tokens,
             most_vram_bytes=self.plan.most_vram_bytes,
             most_pages=self._most_pages,
             most_context_tokens=self._most_context,
         )
 
-    async def _carry_out(self, plan: MemoryPlan) -> BudgetDone:
+    def _shared(self, config: Config, plan: MemoryPlan) -> Limits:
+        budget = plan.kv_bytes + plan.slots_bytes
+        if plan.vram:
+            budget += plan.vram.budget_bytes - plan.vram.total_bytes
+        elif config.vram:
+            budget = config.vram.of(plan.most_vram_bytes)
+        least = MIN_CONTEXT_TOKENS if config.context == "auto" else config.context
+        return Limits(
+            budget_bytes=budget,
+            page_bytes=plan.page_bytes,
+            record_bytes=plan.record_bytes,
+            least_pages=-(-least // plan.page_tokens),
+            most_pages=min(self._most_pages, budget // plan.page_bytes),
+            most_slots=plan.num_experts,
+        )
+
+    def _as_it_is(self, plan: MemoryPlan, shared: Limits, longest_tokens: int) -> MemoryPlan:
+        """Present sizes as far as the budget goes: what they should be is seen while serving."""
+        status = self._engine.status()
+        pages = max(status.pages_total, longest_tokens // plan.page_tokens + 1, shared.least_pages)
+        pages = min(pages, shared.most_pages)
+        left = shared.budget_bytes - pages * shared.page_bytes
+        return plan.resized(pages, min(status.slots_total, left // shared.record_bytes))
+
+    async def _carry_out(self, plan: MemoryPlan, shared: Limits | None) -> BudgetDone:
         before, engine = self._engine.limits, self._engine
-        after = replace(before, context_tokens=plan.context_tokens, pool_tokens=plan.kv_tokens)
+        pool_tokens, context = plan.kv_tokens, plan.context_tokens
+        if shared:  # the pool grows to what a sequence needs
+            pool_tokens = shared.most_pages * plan.page_tokens
+            longest = self._most_context if self.config.context == "auto" else self.config.context
+            context = min(longest, pool_tokens)
+        after = replace(before, context_tokens=context, pool_tokens=pool_tokens)
         # Requests that arrive from here on must fit both; what came before is in the engine first.
         engine.limits = replace(
             after,
             context_tokens=min(before.context_tokens, after.context_tokens),
             pool_tokens=min(before.pool_tokens, after.pool_tokens),
         )
-        num_pages, num_slots = plan.num_pages, plan.num_slots
+
+        def change(core: EngineCore) -> Resizing:
+            done = resize(core, plan.num_pages, plan.num_slots)
+            core.most_pages = shared.most_pages if shared else 0
+            if shared:
+                core.make_room = lambda pages: _make_room(core, pages, shared)
+            return done
+
         try:
-            done: Resizing = await engine.at_safe_point(
-                lambda core: resize(core, num_pages, num_slots)
-            )
+            done: Resizing = await engine.at_safe_point(change)
         except BaseException:
             engine.limits = before
             raise
-        engine.limits, self.plan = after, plan
-        page = plan.page_tokens
-        return BudgetDone(
-            kv_tokens=done.pages * page,
-            kv_tokens_were=done.pages_were * page,
-            slots=done.slots,
-            slots_were=done.slots_were,
-            pages_evicted=done.pages_evicted,
-            pages_moved=done.pages_moved,
-            experts_evicted=done.experts_evicted,
-            preempted=done.preempted,
-            paused_s=round(done.paused_s, 6),
-        )
+        engine.limits = after
+        return _told(done, plan.page_tokens)
+
+    # ---- changes that follow need
+
+    async def rebalance(self) -> BudgetDone | None:
+        """Look at what memory is worth where, and move a piece of it if that pays."""
+        async with self._changing:
+            if self.shared is None:
+                return None
+            before, seen = self._seen, await self._engine.at_safe_point(observe)
+            self._seen = seen
+            if before is None:
+                return None
+            sizes = Sizes(seen.pages, seen.slots)
+            demand = demand_between(before, seen, self._plan)
+            found = next_sizes(sizes, self.shared, demand, self._last, seen.at_s)
+            if found is None:
+                return None
+            done: Resizing = await self._engine.at_safe_point(
+                lambda core: resize(core, found.pages, found.slots)
+            )
+            self._last = LastMove(seen.at_s, found.pages > sizes.pages)
+            return _told(done, self._plan.page_tokens)
+
+
+def demand_between(before: Observed, now: Observed, plan: MemoryPlan) -> Demand:
+    seconds = max(1e-3, now.at_s - before.at_s)
+    return Demand(
+        steps_per_s=(now.steps - before.steps) / seconds,
+        miss_s=plan.record_bytes / LINK_BYTES_PER_S,
+        resident=now.resident,
+        absent=now.absent,
+        empty_slots=now.empty_slots,
+        pages_in_use=now.pages_in_use,
+        pages_idle=now.pages_idle,
+        blocked=now.blocked,
+        blocked_pages=now.blocked_pages,
+        token_s=now.token_s,
+        page_tokens=plan.page_tokens,
+        computed_tokens_per_s=(now.prompt_tokens - before.prompt_tokens) / seconds,
+        reused_tokens_per_s=(now.reused_tokens - before.reused_tokens) / seconds,
+        evicted_pages_per_s=(now.evicted_pages - before.evicted_pages) / seconds,
+    )
+
+
+def _make_room(core: EngineCore, pages: int, shared: Limits) -> None:
+    """On the engine thread, between two steps: a sequence needs more pages than there are."""
+    sizes = Sizes(core.pages.num_pages, core.experts.counters().slots_total)
+    found = room_for(pages, sizes, shared)
+    resize(core, found.pages, found.slots)
+    log.info("budget.made_room", pages=found.pages, slots=found.slots, slots_were=sizes.slots)
+
+
+def _told(done: Resizing, page_tokens: int) -> BudgetDone:
+    return BudgetDone(
+        kv_tokens=done.pages * page_tokens,
+        kv_tokens_were=done.pages_were * page_tokens,
+        slots=done.slots,
+        slots_were=done.slots_were,
+        pages_evicted=done.pages_evicted,
+        pages_moved=done.pages_moved,
+        experts_evicted=done.experts_evicted,
+        preempted=done.preempted,
+        paused_s=round(done.paused_s, 6),
+    )

@@ -13,6 +13,7 @@ Nothing here may keep an engine alive once it is closed: memory is what this is 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -37,15 +38,16 @@ from ftd.lifecycle.served import (
     State,
 )
 from ftd.lifecycle.succession import recovery_delay_s, retry_after_s
+from ftd.memory.change import Change
 
 if TYPE_CHECKING:
     from ftd.checkpoint.source import ModelSource
     from ftd.config import Config
-    from ftd.memory.change import Change
 
 log = structlog.get_logger(__name__)
 
 DRAIN_TIMEOUT_S = 60.0  # how long running requests may take to finish, unless told otherwise
+BALANCE_S = 1.0  # between two looks at what memory is worth where
 CANCEL_TIMEOUT_S = 1.0  # a loader notices within one piece of reading; a stuck one is left behind
 _NO_MODEL = "no model is loaded; try ftctl reload MODEL"
 
@@ -79,6 +81,7 @@ class Lifecycle:
         self._stopping = threading.Event()  # read by loader threads
         self._cutting = asyncio.Event()  # nobody waits for requests to finish any longer
         self._failures_s: list[float] = []
+        self._by_need = False  # budgets of models to come, too, are divided by need
 
     # ---- what anybody may ask at any time
 
@@ -188,6 +191,16 @@ class Lifecycle:
             await _close(self.model.engine, NotReady("ftd is stopping", retry_after_s=5))
             self.model = None
         self._stand(State.STOPPED, "ftd has stopped", accepting=False)
+
+    async def balance(self) -> NoReturn:
+        """Let memory follow need, where a budget said so."""
+        while True:
+            await asyncio.sleep(BALANCE_S)
+            if self.model is None or not self._accepting or not self.model.memory.auto:
+                continue
+            with contextlib.suppress(FtdError):  # the engine goes, or a request has just come
+                if done := await self.model.memory.rebalance():
+                    log.info("budget.balanced", **asdict(done))
 
     async def supervise(self) -> NoReturn:
         """Load the model again when its engine fails. Raises EngineFailed if it fails too often."""
@@ -331,6 +344,7 @@ class Lifecycle:
         model = self.current()
         self._phase(Phase.RESIZING)
         done = await model.memory.apply(change)
+        self._by_need = model.memory.auto
         self.config = model.memory.config
         log.info("budget.changed", **asdict(done))
         return done
@@ -406,6 +420,8 @@ class Lifecycle:
         dialect = None if config.tool_dialect == "auto" else config.tool_dialect
         vocab = loaded.engine.limits.vocab
         await on_thread(lambda: candidate.text.prepare_constraints(vocab, dialect))
+        if self._by_need:
+            await loaded.memory.apply(Change(auto=True))
         names = dict.fromkeys((*config.served_name, source.name, config.model, str(source.path)))
         name, *aliases = names
         return ServedModel(

@@ -125,6 +125,13 @@ class Memory(Protocol):
         """
         ...
 
+    async def rebalance(self) -> BudgetDone | None:
+        """With ``auto``: move a piece of memory between slots and KV if that pays.
+
+        Raises NotReady: the engine is closed.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class ServedModel:

@@ -10,7 +10,7 @@ value that works.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NoReturn
 
 from ftd.config import Config, flag
@@ -80,6 +80,28 @@ class MemoryPlan:
         if self.vram:
             return self.vram.gpu.free_bytes
         return self.available_bytes - self.total_bytes + self.kv_bytes + self.slots_bytes
+
+    def resized(self, num_pages: int, num_slots: int) -> MemoryPlan:
+        """The same plan with other sizes of what moves."""
+        kv_bytes = self.page_bytes * num_pages
+        slots_bytes = self.record_bytes * num_slots
+        on_gpu = self.vram and replace(self.vram, kv_bytes=kv_bytes, slots_bytes=slots_bytes)
+        return replace(
+            self,
+            num_pages=num_pages,
+            num_slots=num_slots,
+            kv_bytes=kv_bytes,
+            slots_bytes=slots_bytes,
+            vram=on_gpu,
+        )
+
+    @property
+    def page_bytes(self) -> int:
+        return self.kv_bytes // self.num_pages
+
+    @property
+    def record_bytes(self) -> int:
+        return self.pool_bytes // self.num_experts
 
     def device_rows(self) -> list[tuple[str, int, str]]:
         """(use, bytes, note) in the memory that computes: the GPU's, or on the CPU device all."""

@@ -92,7 +92,7 @@ async def test_load_serve_reload_stop(available, free_bytes):
     if free_bytes < GiB:
         served = None
         memory = lifecycle.current().memory
-        memory.plan = dataclasses.replace(memory.plan, kv_bytes=400 * MiB)
+        memory._plan = dataclasses.replace(memory.plan, kv_bytes=400 * MiB)
         del memory
     done = await lifecycle.reload()
     assert done.beside is (free_bytes > GiB)
