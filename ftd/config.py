@@ -140,8 +140,8 @@ class Config:
     hold: float = setting(
         100.0,
         kinds.duration(0, 3600),
-        "How long a request waits for a model that is being loaded before it is refused; some "
-        "clients give up when nothing comes for 120 s.",
+        "How long a plain request waits for a model that is being loaded before it is refused; "
+        "some clients give up when nothing comes for 120 s. Streams get life signs and wait on.",
     )
     thinking: Literal["auto", "on", "off"] = setting(
         "auto",

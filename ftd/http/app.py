@@ -18,13 +18,21 @@ from .chat import read_chat
 from .compaction import read_compaction
 from .completions import read_completion
 from .errors import NoSuchModel, json_response
-from .exchange import FRONT_END, FrontEnd, counter, handler
+from .exchange import FRONT_END, Api, FrontEnd, counter, handler
+from .hold import ChatHold, CompletionHold, MessagesHold, ResponsesHold
 from .messages import count_messages, read_messages
 from .metrics import CONTENT_TYPE, Metrics
 from .ports import Lifecycle, ServedModel
 from .responses import count_responses, read_responses
 from .stored_responses import ROUTES as STORED_RESPONSES
 
+_APIS = {
+    "/v1/chat/completions": Api("chat", "chatcmpl-", read_chat, ChatHold),
+    "/v1/completions": Api("completions", "cmpl-", read_completion, CompletionHold),
+    "/v1/messages": Api("messages", "msg_", read_messages, MessagesHold),
+    "/v1/responses": Api("responses", "resp_", read_responses, ResponsesHold),
+    "/v1/responses/compact": Api("compact", "resp_", read_compaction),
+}
 _ALIASES = ("claude-", "gpt-")  # names agents ask for; any name is served, these are shown too
 WORKERS = 4  # threads that tokenize and render; a runaway template takes one for some seconds
 
@@ -55,13 +63,9 @@ def make_app(lifecycle: Lifecycle, config: Config) -> web.Application:
     app.cleanup_ctx.append(_workers)
     app.add_routes(
         [
-            web.post("/v1/chat/completions", handler("chat", "chatcmpl-", read_chat)),
-            web.post("/v1/completions", handler("completions", "cmpl-", read_completion)),
-            web.post("/v1/messages", handler("messages", "msg_", read_messages)),
+            *(web.post(path, handler(api)) for path, api in _APIS.items()),
             web.post("/v1/messages/count_tokens", counter(count_messages)),
-            web.post("/v1/responses", handler("responses", "resp_", read_responses)),
             web.post("/v1/responses/input_tokens", counter(count_responses)),
-            web.post("/v1/responses/compact", handler("compact", "resp_", read_compaction)),
             *STORED_RESPONSES,
             web.get("/v1/models", list_models),
             web.get("/v1/models/{id:.+}", show_model),

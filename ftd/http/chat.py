@@ -189,7 +189,7 @@ class Chat:
         }
         self._blocks = [Blocks() for _ in range(job.answers)]
 
-    def opening(self) -> Iterator[bytes]:
+    def opening(self, told: int) -> Iterator[bytes]:
         for index in range(self.job.answers):
             yield self._chunk(index, {"role": "assistant", "content": ""})
 

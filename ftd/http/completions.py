@@ -123,11 +123,11 @@ class Completion:
         }
         self._echoes = [self._echo(prompt) for prompt in job.prompts] if echo else None
 
-    def opening(self) -> Iterator[bytes]:
-        if self._echoes is None or self.job.prompt_logprobs is not None:
-            return  # with logprobs the echo comes with the piece that has them
+    def opening(self, told: int) -> Iterator[bytes]:
+        # with logprobs the echo comes with the piece that has them
+        shown = self._echoes is not None and self.job.prompt_logprobs is None
         for index in range(self.job.answers):
-            yield self._chunk(index, self._echoed(index))
+            yield self._chunk(index, self._echoed(index) if shown else "")
 
     def piece(self, index: int, piece: Piece) -> Iterator[bytes]:
         text = piece.text

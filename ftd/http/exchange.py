@@ -1,7 +1,9 @@
 """One request from body to last byte, the same for every API.
 
-Read and refuse in a worker, submit, and only then send headers: whatever is refused keeps its
-status. A client that leaves cancels the handler, which leaves the generation, which ends the work.
+Read and refuse in a worker, submit, and then send headers: whatever is refused keeps its status.
+Only if that takes longer than a heartbeat, as while a model is being loaded, do the headers of a
+stream go out before. A client that leaves cancels the handler, which leaves the generation, which
+ends the work.
 """
 
 from __future__ import annotations
@@ -10,13 +12,14 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, cast
 
 import structlog
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from ftd.config import Config
 from ftd.errors import BodyTooLarge, FtdError, NotReady, QueueFull, RequestInvalid
@@ -25,6 +28,7 @@ from ftd.text.answer import Piece, joined
 from .errors import BodyTooSlow, json_response
 from .fields import Fields, parse_body
 from .generation import Generation, Job, Usage, as_ftd_error
+from .listener import Hold, Listener, Voice
 from .metrics import Metrics
 from .ports import Lifecycle, ServedModel
 from .response_store import ResponseStore
@@ -33,6 +37,7 @@ from .stream import EventStream, ReaderLost, request_id_headers
 log = structlog.get_logger(__name__)
 
 BODY_TIMEOUT_S = 60.0  # for a body to arrive; the largest at 5 Mbit/s
+BODIES = 8  # of the largest size may be held at once, by however many requests
 T = TypeVar("T")
 
 
@@ -47,24 +52,16 @@ class Plain(Protocol):
         ...
 
 
-class Dialect(Plain, Protocol):
+class Dialect(Plain, Voice, Protocol):
     """One that can be streamed as well."""
 
-    def opening(self) -> Iterable[bytes]:
-        """Events as soon as the request is admitted."""
+    def opening(self, told: int) -> Iterable[bytes]:
+        """Events as soon as the request is admitted, after ``told`` events of its hold."""
         ...
 
     def piece(self, index: int, piece: Piece) -> Iterable[bytes]: ...
 
-    def beat(self) -> Iterable[bytes]:
-        """A sign of life that every client's timer accepts."""
-        ...
-
     def closing(self, usage: Usage) -> Iterable[bytes]: ...
-
-    def failure(self, error: FtdError) -> Iterable[bytes]:
-        """Headers are out: the error as an event."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +84,16 @@ Reader = Callable[[Fields, Asked], Plain]
 Counter = Callable[[Fields, Asked], dict[str, Any]]
 
 
+@dataclass(frozen=True, slots=True)
+class Api:
+    """A way to ask for answers."""
+
+    endpoint: str  # its name in logs and metrics
+    id_prefix: str
+    read: Reader
+    hold: Callable[[Fields, str], Hold] | None = None  # None: it cannot be streamed
+
+
 @dataclass(slots=True)
 class FrontEnd:
     """What handlers share; owned by the application."""
@@ -98,10 +105,13 @@ class FrontEnd:
     responses: ResponseStore = field(default_factory=ResponseStore)
     running: dict[str, Story] = field(default_factory=dict)  # by request id
     held: int = 0  # requests that wait for a model
+    body_bytes: int = 0  # of requests that have not ended
 
-    async def wait_ready(self) -> ServedModel:
+    async def wait_ready(self, hold_s: float | None) -> ServedModel:
         """The served model; while one is loaded a request waits, as clients give up on a refusal.
 
+        Args:
+            hold_s: for how long; None: as long as one may come.
         Raises:
             NotReady: none came in time, or none is on its way.
             QueueFull: too many wait already.
@@ -115,7 +125,7 @@ class FrontEnd:
             )
         self.held += 1
         try:
-            return await self.lifecycle.wait_ready(self.config.hold)
+            return await self.lifecycle.wait_ready(hold_s)
         finally:
             self.held -= 1
 
@@ -181,14 +191,15 @@ class Story:
         return facts
 
 
-def handler(endpoint: str, id_prefix: str, read: Reader) -> Callable[[web.Request], Any]:
-    """An aiohttp handler that answers generation requests in the dialect ``read`` makes."""
+def handler(api: Api) -> Callable[[web.Request], Any]:
+    """An aiohttp handler that answers generation requests in the words of ``api``."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         front = request.app[FRONT_END]
-        story = Story(f"{id_prefix}{uuid.uuid4().hex}", endpoint)
+        story = Story(f"{api.id_prefix}{uuid.uuid4().hex}", api.endpoint)
         try:
-            return await _answer(request, front, story, read)
+            async with read_body(request, front) as body:
+                return await _answer(request, front, story, api, body)
         except FtdError as error:
             story.outcome, story.status = error.code, error.status
             raise
@@ -200,7 +211,7 @@ def handler(endpoint: str, id_prefix: str, read: Reader) -> Callable[[web.Reques
             raise
         finally:
             front.metrics.request_finished(
-                endpoint, story.status, story.outcome, story.ttft_s, story.gaps_s
+                api.endpoint, story.status, story.outcome, story.ttft_s, story.gaps_s
             )
             log.info("request.finished", **story.facts())
 
@@ -212,57 +223,41 @@ def counter(count: Counter) -> Callable[[web.Request], Any]:
 
     async def handle(request: web.Request) -> web.StreamResponse:
         front = request.app[FRONT_END]
-        served = await front.wait_ready()
-        body = await read_body(request, front.config.body_limit)
-        asked = front.asked(request, served, f"count_{uuid.uuid4().hex}")
-        return json_response(await front.work(lambda: count(parse_body(body), asked)))
+        async with read_body(request, front) as body:
+            fields = await front.work(parse_body, body)
+            served = await front.wait_ready(front.config.hold)
+            asked = front.asked(request, served, f"count_{uuid.uuid4().hex}")
+            return json_response(await front.work(count, fields, asked))
 
     return handle
 
 
-async def _answer(
-    request: web.Request, front: FrontEnd, story: Story, read: Reader
-) -> web.StreamResponse:
-    await front.wait_ready()  # before the body is read: many bodies would be a lot of memory
-    body = await read_body(request, front.config.body_limit)
-    while True:
-        served = await front.wait_ready()
-        asked = front.asked(request, served, story.request_id)
-        dialect = await front.work(_prepare, body, read, asked)
-        generation = Generation(served.engine, served.text, dialect.job, story.request_id)
-        story.model, story.dialect, story.generation = served.name, dialect, generation
-        front.running[story.request_id] = story
-        try:
-            async with generation:
-                if dialect.stream:
-                    streamed = cast(Dialect, dialect)
-                    return await _stream(request, front, story, streamed, generation)
-                return await _reply(front, story, dialect, generation)
-        except NotReady:
-            if generation.admitted or await front.wait_ready() is served:
-                raise
-            # the model was switched while this request was being read: ask the new one
-        finally:
-            del front.running[story.request_id]
+@contextlib.asynccontextmanager
+async def read_body(request: web.Request, front: FrontEnd) -> AsyncIterator[bytes]:
+    """The whole body; a length that is too large is refused before a byte is read.
 
-
-def _prepare(body: bytes, read: Reader, asked: Asked) -> Plain:
-    return read(parse_body(body), asked)
-
-
-async def read_body(request: web.Request, limit_bytes: int) -> bytes:
-    """The whole body; a length that is too large is refused before a byte is read."""
+    It counts until the request ends: what was made of it lives as long.
+    """
+    limit_bytes, body = front.config.body_limit, bytearray()
     if (request.content_length or 0) > limit_bytes:
         raise _too_large(request.content_length or 0, limit_bytes)
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            return await request.read()
-    except web.HTTPRequestEntityTooLarge as error:
-        raise _too_large(limit_bytes + 1, limit_bytes) from error
-    except TimeoutError as error:
-        raise BodyTooSlow(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from error
-    except web.RequestPayloadError as error:
-        raise RequestInvalid(f"the body could not be read: {error}") from error
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                async for part in request.content.iter_any():
+                    body += part
+                    front.body_bytes += len(part)
+                    if len(body) > limit_bytes:
+                        raise _too_large(len(body), limit_bytes)
+                    if front.body_bytes > BODIES * limit_bytes:
+                        raise _too_many(front.body_bytes, limit_bytes)
+        except TimeoutError as error:
+            raise BodyTooSlow(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from error
+        except (web.RequestPayloadError, HttpProcessingError) as error:
+            raise RequestInvalid(f"the body could not be read: {error}") from error
+        yield bytes(body)
+    finally:
+        front.body_bytes -= len(body)
 
 
 def _too_large(size_bytes: int, limit_bytes: int) -> BodyTooLarge:
@@ -270,6 +265,78 @@ def _too_large(size_bytes: int, limit_bytes: int) -> BodyTooLarge:
         f"the body has at least {size_bytes:,} bytes, {limit_bytes:,} bytes is the most",
         hint="--body-limit raises the limit",
     )
+
+
+def _too_many(size_bytes: int, limit_bytes: int) -> QueueFull:
+    return QueueFull(
+        f"the bodies of all requests have {size_bytes:,} bytes, "
+        f"{BODIES * limit_bytes:,} bytes is the most",
+        hint=f"retry later; the most is {BODIES} times --body-limit",
+    )
+
+
+async def _answer(
+    request: web.Request, front: FrontEnd, story: Story, api: Api, body: bytes
+) -> web.StreamResponse:
+    fields = await front.work(parse_body, body)
+    del body
+    if api.hold is None or not fields.flag("stream"):
+        reply = await _generate(request, front, story, api, fields, None)
+        assert reply is not None
+        return reply
+    events = EventStream(request, story.request_id)
+    listener = Listener(events, api.hold(fields, story.request_id), front.config.heartbeat)
+    try:
+        await _generate(request, front, story, api, fields, listener)
+    except ReaderLost:
+        raise
+    except Exception as error:
+        if not listener.begun:
+            raise
+        shown = as_ftd_error(error)
+        if shown is not error:
+            log.exception("request.failed", request_id=story.request_id)
+        story.outcome, story.status = shown.code, 200
+        await listener.fail(shown)
+    return await events.close()
+
+
+async def _generate(
+    request: web.Request,
+    front: FrontEnd,
+    story: Story,
+    api: Api,
+    fields: Fields,
+    listener: Listener | None,
+) -> web.Response | None:
+    """Ask the served model; what is sent to ``listener`` is not returned."""
+
+    async def patient(work: Awaitable[T]) -> T:
+        return await (work if listener is None else listener.patient(work))
+
+    async def prepared() -> tuple[ServedModel, Plain]:
+        served = await front.wait_ready(hold_s)
+        asked = front.asked(request, served, story.request_id)
+        return served, await front.work(api.read, fields, asked)
+
+    hold_s = front.config.hold if listener is None else None
+    while True:
+        served, dialect = await patient(prepared())
+        generation = Generation(served.engine, served.text, dialect.job, story.request_id)
+        story.model, story.dialect, story.generation = served.name, dialect, generation
+        front.running[story.request_id] = story
+        try:
+            async with generation:
+                if listener is None:
+                    return await _reply(front, story, dialect, generation)
+                await _stream(front, story, cast(Dialect, dialect), generation, listener)
+                return None
+        except NotReady:
+            if generation.admitted or await patient(front.wait_ready(hold_s)) is served:
+                raise
+            # the model was switched while this request was being read: ask the new one
+        finally:
+            del front.running[story.request_id]
 
 
 async def _reply(
@@ -292,32 +359,17 @@ async def _reply(
 
 
 async def _stream(
-    request: web.Request, front: FrontEnd, story: Story, dialect: Dialect, generation: Generation
-) -> web.StreamResponse:
-    events = EventStream(request, story.request_id)
-
+    front: FrontEnd, story: Story, dialect: Dialect, generation: Generation, listener: Listener
+) -> None:
     async def take(index: int, piece: Piece) -> None:
         _note(front, story, index, piece)
-        await events.send(dialect.piece(index, piece))
+        await listener.say(dialect.piece(index, piece))
 
-    async def beat() -> None:
-        await events.send(dialect.beat())
-
-    await events.send(dialect.opening())
-    try:
-        await generation.deliver(take, beat, front.config.heartbeat)
-    except ReaderLost:
-        raise
-    except Exception as error:
-        shown = as_ftd_error(error)
-        if shown is not error:
-            log.exception("request.failed", request_id=story.request_id)
-        story.outcome, story.status = shown.code, 200
-        await events.send(dialect.failure(shown))
-        return await events.close()
+    listener.voice = dialect
+    await listener.say(dialect.opening(listener.hold.told))
+    await generation.deliver(take, listener.beat, front.config.heartbeat)
     story.status = 200
-    await events.send(dialect.closing(generation.usage()))
-    return await events.close()
+    await listener.say(dialect.closing(generation.usage()))
 
 
 def _note(front: FrontEnd, story: Story, index: int, piece: Piece) -> None:

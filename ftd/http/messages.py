@@ -63,7 +63,7 @@ class Messages:
         self._started = False
         self._last = Piece()
 
-    def opening(self) -> Iterator[bytes]:
+    def opening(self, told: int) -> Iterator[bytes]:
         yield _PING
 
     def piece(self, index: int, piece: Piece) -> Iterator[bytes]:

@@ -37,8 +37,8 @@ class Lifecycle(Protocol):
         """
         ...
 
-    async def wait_ready(self, timeout_s: float) -> ServedModel:
-        """``current``, but waits while one model is being replaced by the next. Raises NotReady."""
+    async def wait_ready(self, timeout_s: float | None) -> ServedModel:
+        """``current``, but waits while a model is on its way. Raises NotReady."""
         ...
 
     def health(self) -> dict[str, Any]:

@@ -43,7 +43,9 @@ def read_responses(fields: Fields, asked: Asked) -> Responses:
         one_call=one_call,
     )
     stream, store = fields.flag("stream"), fields.flag("store", True)
-    return Responses(asked, job, given, stream, store, _echo(fields, asked, job))
+    drawn = {"temperature": job.sampling.temperature, "top_p": job.sampling.top_p}
+    echo = {**echoed(fields), "model": asked.served.name, **drawn}
+    return Responses(asked, job, given, stream, store, echo)
 
 
 def count_responses(fields: Fields, asked: Asked) -> dict[str, Any]:
@@ -74,27 +76,40 @@ def _refuse_what_cannot_be_kept(fields: Fields) -> None:
         )
 
 
-def _echo(fields: Fields, asked: Asked, job: Job) -> Item:
-    """What a response says of its request."""
+def echoed(fields: Fields) -> Item:
+    """A response as far as its request alone tells."""
     return {
+        "object": "response",
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "output": [],
+        "usage": None,
         "background": False,
         "instructions": fields.text("instructions"),
-        "max_output_tokens": job.max_tokens,
+        "max_output_tokens": fields.whole("max_output_tokens", 1, MAX_TOKENS),
         "metadata": fields.object("metadata"),
-        "model": asked.served.name,
-        "parallel_tool_calls": not job.reading.one_call,
+        "model": fields.text("model") or "",
+        "parallel_tool_calls": fields.flag("parallel_tool_calls", True),
         "previous_response_id": fields.text("previous_response_id"),
         "prompt_cache_key": fields.text("prompt_cache_key"),
         "reasoning": {"effort": fields.object("reasoning").get("effort"), "summary": "detailed"},
         "service_tier": "default",
         "store": fields.flag("store", True),
-        "temperature": job.sampling.temperature,
+        "temperature": fields.raw("temperature"),
         "text": {"format": {"type": "text"}},
         "tool_choice": fields.raw("tool_choice") or "auto",
         "tools": fields.raw("tools") or [],
-        "top_p": job.sampling.top_p,
+        "top_p": fields.raw("top_p"),
         "truncation": "disabled",
     }
+
+
+def failed(error: FtdError) -> Item:
+    """How a response that failed differs from what it was."""
+    code = "invalid_prompt" if isinstance(error, RequestInvalid) else "server_error"
+    code = error.code if isinstance(error, QueueFull) else code
+    return {"status": "failed", "error": {"code": code, "message": error.message}}
 
 
 class Responses:
@@ -122,7 +137,10 @@ class Responses:
         self._last = Piece()
         self._number = -1
 
-    def opening(self) -> Iterator[bytes]:
+    def opening(self, told: int) -> Iterator[bytes]:
+        if told:
+            self._number = told - 1
+            return
         for kind in ("created", "in_progress"):
             yield self._event(f"response.{kind}", response=self._response("in_progress"))
 
@@ -144,8 +162,8 @@ class Responses:
 
     def failure(self, error: FtdError) -> Iterator[bytes]:
         cancelled = isinstance(error, RequestCancelled)
-        response = self._response("cancelled" if cancelled else "failed", self._done)
-        response["error"] = {"code": _error_code(error), "message": error.message}
+        response = self._response("failed", self._done) | failed(error)
+        response["status"] = "cancelled" if cancelled else "failed"
         self._keep(response)
         yield self._event("response.failed", response=response)
 
@@ -175,17 +193,8 @@ class Responses:
             self._asked.responses.put(response, self._items)
 
     def _response(self, status: str, output: list[Item] | None = None) -> Item:
-        return {
-            "id": self._id,
-            "object": "response",
-            "created_at": self._created,
-            "status": status,
-            "error": None,
-            "incomplete_details": None,
-            "output": output or [],
-            "usage": None,
-            **self._echo,
-        }
+        known = {"id": self._id, "created_at": self._created}
+        return {**self._echo, **known, "status": status, "output": output or []}
 
     def _events(self, step: Step, *, cut: bool = False) -> Iterator[bytes]:
         block = step.block
@@ -313,12 +322,6 @@ def _object(arguments: str) -> Any:
         return orjson.loads(arguments)
     except orjson.JSONDecodeError:
         return arguments
-
-
-def _error_code(error: FtdError) -> str:
-    if isinstance(error, QueueFull):
-        return error.code
-    return "invalid_prompt" if isinstance(error, RequestInvalid) else "server_error"
 
 
 def usage_object(usage: Usage) -> Item:

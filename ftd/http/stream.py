@@ -48,6 +48,11 @@ class EventStream:
             | request_id_headers(request_id)
         )
 
+    @property
+    def begun(self) -> bool:
+        """Whether headers are out, so that no other status can be sent."""
+        return self._writer is not None
+
     async def send(self, frames: Iterable[bytes]) -> None:
         """Send events.
 

@@ -105,11 +105,11 @@ class Lifecycle:
             raise self._not_ready()
         return self.model
 
-    async def wait_ready(self, timeout_s: float) -> ServedModel:
-        """The model that takes requests, waiting while a reload or recovery may bring one.
+    async def wait_ready(self, timeout_s: float | None) -> ServedModel:
+        """The model that takes requests, waiting while a load, reload or recovery may bring one.
 
         Raises:
-            NotReady: neither is under way, or it took longer than ``timeout_s``.
+            NotReady: none is under way, or it took longer than ``timeout_s``.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -247,8 +247,7 @@ class Lifecycle:
             await asyncio.wait({task}, timeout=CANCEL_TIMEOUT_S)
 
     def _may_become_ready(self) -> bool:
-        """Soon: a first load takes as long as it takes, and clients are better told so."""
-        under_way = self._operation and self._operation.get_name() in ("reload", "recovery")
+        under_way = self._operation and self._operation.get_name() in ("load", "reload", "recovery")
         return bool(under_way) and not self._stopping.is_set()
 
     # ---- the operations
