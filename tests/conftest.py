@@ -9,6 +9,11 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is decorated
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores: torch's threads would fight the pool's
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# a loaded machine is slow, and that is nobody's fault
+settings.register_profile("ftd", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("ftd")
 
 DATA = Path(__file__).parent / "data"
 

@@ -53,6 +53,7 @@ config = Config(
     http=HttpAddress("127.0.0.1", int(port)),
     log_format="json",
     drain_timeout=1.0,
+    hold=0.1 if SCENE == "loading" else 60.0,
 )
 try:
     code = daemon.run(config, Models(a=SCENES[SCENE], b=Script(beside=False, piece_s=0.05)))

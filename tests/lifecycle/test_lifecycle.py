@@ -364,7 +364,7 @@ class TestFailure:
             gate.clear()
             engine = lifecycle.current().engine
             engine.fail(EngineFailed("a step failed: out of memory"))
-            await until(lambda: not lifecycle.ready, 1.0)
+            await until(lambda: not lifecycle.ready)
             assert "out of memory" in lifecycle.health()["cause"]
             waiting = asyncio.create_task(ask(lifecycle))
             await until(lambda: lifecycle.progress and lifecycle.progress.phase is Phase.READING)
