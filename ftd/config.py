@@ -143,6 +143,13 @@ class Config:
         "How long a plain request waits for a model that is being loaded before it is refused; "
         "some clients give up when nothing comes for 120 s. Streams get life signs and wait on.",
     )
+    idle_unload: float | None = setting(
+        None,
+        kinds.duration(1, 7 * 86400),
+        "Free the model's memory when no request has come for so long; the next one loads it "
+        "again, and waits for it as --hold says.",
+        default_text="never",
+    )
     thinking: Literal["auto", "on", "off"] = setting(
         "auto",
         kinds.choice("auto", "on", "off"),

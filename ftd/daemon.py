@@ -26,6 +26,7 @@ from ftd.control.commands import LifecycleCommands
 from ftd.control.server import ControlServer
 from ftd.errors import AddressInUse, ConfigError, FtdError
 from ftd.lifecycle import Lifecycle
+from ftd.lifecycle.idle import unload_when_idle
 from ftd.lifecycle.served import Models
 from ftd.pulse import Pulse
 from ftd.systemd import Notifier
@@ -100,6 +101,8 @@ class _Daemon:
                 tasks.create_task(self._reload_when_asked())
                 tasks.create_task(self._lifecycle.supervise())
                 tasks.create_task(self._lifecycle.balance())
+                if self._config.idle_unload is not None:
+                    tasks.create_task(unload_when_idle(self._lifecycle, self._config.idle_unload))
                 tasks.create_task(pulse.run())
         except* _AskedToEnd:
             pass

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from ftd.config import Config
 from ftd.errors import ConfigError
+from ftd.lifecycle.served import Listed
 from ftd.text.dialects import DIALECTS
 
 from . import guard, openapi
@@ -22,7 +23,7 @@ from .exchange import FRONT_END, Api, FrontEnd, counter, handler
 from .hold import ChatHold, CompletionHold, MessagesHold, ResponsesHold
 from .messages import count_messages, read_messages
 from .metrics import CONTENT_TYPE, Metrics
-from .ports import Lifecycle, ServedModel
+from .ports import Lifecycle
 from .responses import count_responses, read_responses
 from .stored_responses import ROUTES as STORED_RESPONSES
 
@@ -99,7 +100,7 @@ async def _workers(app: web.Application) -> AsyncIterator[None]:
 
 
 async def list_models(request: web.Request) -> web.Response:
-    served = request.app[FRONT_END].lifecycle.current()
+    served = request.app[FRONT_END].lifecycle.listed()
     entries = [_entry(served, name) for name in _names(served)]
     return json_response(
         {
@@ -113,7 +114,7 @@ async def list_models(request: web.Request) -> web.Response:
 
 
 async def show_model(request: web.Request) -> web.Response:
-    served = request.app[FRONT_END].lifecycle.current()
+    served = request.app[FRONT_END].lifecycle.listed()
     name = request.match_info["id"]
     if name not in _names(served) and not name.startswith(_ALIASES):
         raise NoSuchModel(
@@ -141,13 +142,13 @@ async def metrics(request: web.Request) -> web.Response:
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
 
-def _names(served: ServedModel) -> list[str]:
+def _names(served: Listed) -> list[str]:
     return list(dict.fromkeys([served.name, *sorted(served.aliases)]))
 
 
-def _entry(served: ServedModel, name: str) -> dict[str, Any]:
+def _entry(served: Listed, name: str) -> dict[str, Any]:
     """One object that both OpenAI's and Anthropic's client accept."""
-    limits = served.engine.limits
+    limits = served.limits
     return {
         "id": name,
         "object": "model",

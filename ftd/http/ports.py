@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Any, Protocol
 
 from ftd.engine.api import EngineHandle
+from ftd.lifecycle.served import Listed
 from ftd.text.textmodel import TextModel
 
 
@@ -39,6 +40,10 @@ class Lifecycle(Protocol):
 
     async def wait_ready(self, timeout_s: float | None) -> ServedModel:
         """``current``, but waits while a model is on its way. Raises NotReady."""
+        ...
+
+    def listed(self) -> Listed:
+        """Of the model that takes requests, or is loaded when one comes. Raises NotReady."""
         ...
 
     def health(self) -> dict[str, Any]:

@@ -5,6 +5,8 @@
        ▼         ▼ │           ▼
      failed   draining      failed ──► loaded again, or the process ends ──► stopped
 
+    ready ──► unloaded ──► loading: after --idle-unload without a request, until the next one
+
 Lives on the event loop; whatever takes long runs on a thread beside it. One operation at a time:
 a second reload is refused. An operation runs to its end even if whoever asked for it leaves.
 Nothing here may keep an engine alive once it is closed: memory is what this is about.
@@ -29,6 +31,7 @@ from ftd.lifecycle.served import (
     BudgetDone,
     Candidate,
     How,
+    Listed,
     Models,
     Phase,
     Preflight,
@@ -81,6 +84,8 @@ class Lifecycle:
         self._stopping = threading.Event()  # read by loader threads
         self._cutting = asyncio.Event()  # nobody waits for requests to finish any longer
         self._failures_s: list[float] = []
+        self._unloaded: Listed | None = None  # the model that the next request loads
+        self._wakes_failed = 0
         self._by_need = False  # budgets of models to come, too, are divided by need
 
     # ---- what anybody may ask at any time
@@ -108,12 +113,15 @@ class Lifecycle:
     async def wait_ready(self, timeout_s: float | None) -> ServedModel:
         """The model that takes requests, waiting while a load, reload or recovery may bring one.
 
+        Begins to load a model that was unloaded for being idle.
+
         Raises:
             NotReady: none is under way, or it took longer than ``timeout_s``.
         """
+        failures = self._wakes_failed
         try:
             async with asyncio.timeout(timeout_s):
-                while not self._accepting and self._may_become_ready():
+                while not self._accepting and (self._wake(failures) or self._may_become_ready()):
                     await self._changed.wait()
         except TimeoutError:
             pass
@@ -123,12 +131,18 @@ class Lifecycle:
         """Wait until state, model or operation differ."""
         await self._changed.wait()
 
+    def listed(self) -> Listed:
+        """Of the model that takes requests, or will once one comes. Raises NotReady."""
+        if self._unloaded is not None and self.model is None:
+            return self._unloaded
+        return self.current().listed
+
     def health(self) -> dict[str, Any]:
         refusal = None if self._accepting else self._not_ready()
         return {
             "status": str(self.state),
-            "ready": self._accepting,
-            "model": self.model.name if self.model else None,
+            "ready": self._accepting or self.state is State.UNLOADED,
+            "model": self.listed().name if self.model or self._unloaded else None,
             "cause": refusal.message if refusal else None,
             "retry_after_s": refusal.retry_after_s if refusal else None,
             "last_failure": self.last_failure,
@@ -176,6 +190,10 @@ class Lifecycle:
         """Take no new requests and wait for those there are. Raises TimedOut, NotReady."""
         await self._run("drain", self._drain(timeout_s))
 
+    async def unload(self) -> None:
+        """Free the model until the next request. Raises NotReady, Busy."""
+        await self._run("unload", self._unload())
+
     def cut(self) -> None:
         """Let nothing wait for running requests any longer."""
         self._cutting.set()
@@ -219,6 +237,9 @@ class Lifecycle:
     # ---- how operations are run
 
     async def _run(self, name: str, operation: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.shield(self._begin(name, operation))
+
+    def _begin(self, name: str, operation: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         if self._operation or self._stopping.is_set():
             operation.close()
             other = self._operation.get_name() if self._operation else "stop"
@@ -229,7 +250,7 @@ class Lifecycle:
         task = asyncio.get_running_loop().create_task(operation, name=name)
         self._operation = task
         task.add_done_callback(self._operation_ended)
-        return await asyncio.shield(task)
+        return task
 
     def _operation_ended(self, task: asyncio.Task[Any]) -> None:
         self._operation = self.progress = None
@@ -246,8 +267,17 @@ class Lifecycle:
             task.cancel()
             await asyncio.wait({task}, timeout=CANCEL_TIMEOUT_S)
 
+    def _wake(self, failures: int) -> bool:
+        """Load an unloaded model, unless that has failed since whoever asks began to wait."""
+        if self.state is not State.UNLOADED or self._operation or self._stopping.is_set():
+            return False
+        if failures == self._wakes_failed:
+            self._begin("load", self._load_again())
+        return self._operation is not None
+
     def _may_become_ready(self) -> bool:
-        under_way = self._operation and self._operation.get_name() in ("load", "reload", "recovery")
+        bring_one = ("load", "reload", "recovery", "unload")
+        under_way = self._operation and self._operation.get_name() in bring_one
         return bool(under_way) and not self._stopping.is_set()
 
     # ---- the operations
@@ -258,6 +288,28 @@ class Lifecycle:
             self._serve(await self._open(await self._look_at(None)))
         except BaseException as error:
             self._stand(State.FAILED, str(error) or "loading was given up", accepting=False)
+            raise
+        log.info("model.loaded", model=self.config.model, load_s=self._since(began_s))
+
+    async def _unload(self) -> None:
+        model = self.current()
+        listed = model.listed
+        del model
+        why = "the model is being unloaded"
+        await self._make_room(How.DRAIN, self.config.drain_timeout, why)
+        self._unloaded = listed
+        self._stand(State.UNLOADED, "the model is unloaded until a request comes", accepting=False)
+        log.info("model.unloaded", model=listed.name)
+
+    async def _load_again(self) -> None:
+        began_s = self._clock()
+        self._stand(State.LOADING, "the model is being loaded again", accepting=False)
+        try:
+            self._serve(await self._open(await self._look_at(None)))
+        except BaseException as error:
+            self._wakes_failed += 1
+            self.last_failure = str(error) or "loading was given up"
+            self._stand(State.UNLOADED, self.last_failure, accepting=False)
             raise
         log.info("model.loaded", model=self.config.model, load_s=self._since(began_s))
 
@@ -303,16 +355,18 @@ class Lifecycle:
             del engine
             await on_thread(trim_memory)
 
-    async def _make_room(self, how: How, timeout_s: float) -> bool:
+    async def _make_room(
+        self, how: How, timeout_s: float, why: str = "the model is being replaced"
+    ) -> bool:
         """Free the old model. False: some of its requests were cut."""
-        self._stand(self.state, "the model is being replaced", accepting=False)
+        self._stand(self.state, why, accepting=False)
         if self.model is None:
             return True
         engine, self.model = self.model.engine, None
         try:
             return await self._empty(engine, how, timeout_s)
         finally:
-            await _close(engine, NotReady("the model is being replaced", retry_after_s=5))
+            await _close(engine, NotReady(why, retry_after_s=5))
             del engine
             await on_thread(trim_memory)
 
@@ -467,7 +521,7 @@ class Lifecycle:
     # ---- facts
 
     def _serve(self, model: ServedModel) -> None:
-        self.model, self.progress = model, None
+        self.model, self.progress, self._unloaded = model, None, None
         self._stand(State.READY, "", accepting=True)
 
     def _stand(self, state: State, cause: str, *, accepting: bool) -> None:

@@ -24,6 +24,7 @@ class State(StrEnum):
     READY = "ready"
     DRAINING = "draining"  # takes no new requests; stays so until a reload or the end
     RELOADING = "reloading"  # takes requests all the same while the old model serves
+    UNLOADED = "unloaded"  # nobody asked for a while; the next request loads the model again
     FAILED = "failed"
     STOPPED = "stopped"
 
@@ -146,6 +147,20 @@ class ServedModel:
     @property
     def limits(self) -> EngineLimits:
         return self.engine.limits
+
+    @property
+    def listed(self) -> Listed:
+        return Listed(self.name, self.aliases, self.created, self.limits)
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """What lists of models tell, also of one that is unloaded."""
+
+    name: str
+    aliases: tuple[str, ...]
+    created: int
+    limits: EngineLimits
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from ftd.errors import NotReady
 from ftd.http.app import make_app, make_runner
 from ftd.http.exchange import Asked
 from ftd.http.response_store import ResponseStore
+from ftd.lifecycle.served import Listed
 from ftd.text.textmodel import TextModel
 
 
@@ -57,6 +58,10 @@ class FakeLifecycle:
 
     async def wait_ready(self, timeout_s: float) -> Served:
         return self.current()
+
+    def listed(self) -> Listed:
+        served = self.current()
+        return Listed(served.name, served.aliases, served.created, served.engine.limits)
 
     def health(self) -> dict[str, Any]:
         return self.facts
