@@ -49,7 +49,8 @@ class Messages:
     """``exchange.Dialect`` of Anthropic's messages.
 
     ``message_start`` tells how much of the prompt was found in the cache, which is known when the
-    first token is there; until then pings keep the client waiting.
+    first token is there; until then pings keep the client waiting. Arguments go out as they are
+    written if they are held to a grammar; else in one piece, once it is known what they are.
     """
 
     def __init__(self, asked: Asked, job: Job, stream: bool) -> None:
@@ -60,6 +61,7 @@ class Messages:
         limits = asked.served.engine.limits
         self._most_tokens = min(limits.context_tokens, limits.pool_tokens)
         self._blocks = Blocks()
+        self._calls_held = job.constraint is not None
         self._started = False
         self._last = Piece()
 
@@ -93,7 +95,7 @@ class Messages:
         blocks = blocks_of(answer.events)
         return {
             **self._envelope(),
-            "content": [self._whole(block) for block in blocks if _is_whole(block, answer)],
+            "content": [self._whole(block) for block in blocks],
             **self._stop_facts(answer, blocks, usage),
             "usage": _usage_object(usage),
         }
@@ -129,10 +131,14 @@ class Messages:
             case "grow", "reasoning":
                 yield _delta(block, {"type": "thinking_delta", "thinking": step.text})
             case "grow", "call":
-                yield _delta(block, {"type": "input_json_delta", "partial_json": step.text})
+                if self._calls_held:
+                    yield _delta(block, {"type": "input_json_delta", "partial_json": step.text})
             case "close", _:
                 if block.kind == "reasoning":
                     yield _delta(block, {"type": "signature_delta", "signature": self._sign(block)})
+                if block.kind == "call" and not self._calls_held:
+                    written = block.text if block.valid else orjson.dumps(_input(block)).decode()
+                    yield _delta(block, {"type": "input_json_delta", "partial_json": written})
                 yield event(
                     {"type": "content_block_stop", "index": block.index}, "content_block_stop"
                 )
@@ -183,12 +189,8 @@ def _delta(block: Block, delta: dict[str, Any]) -> bytes:
     return event(facts, "content_block_delta")
 
 
-def _is_whole(block: Block, answer: Piece) -> bool:
-    """A call cut in the middle has no input to show: an empty one would look complete."""
-    return block.kind != "call" or block.valid or answer.finish != "length"
-
-
 def _input(block: Block) -> Any:
+    """Arguments that are no object are shown as what they are: no client takes them for whole."""
     try:
         parsed = orjson.loads(block.text or "{}")
     except orjson.JSONDecodeError:

@@ -116,14 +116,39 @@ async def test_a_call_cut_in_the_middle_is_not_shown_as_complete(front):
     front.script("work", CALL)
     cut = len(front.text.encode(CALL)) - 12
     _, body = await front.message("work", tools=[WRITE], max_tokens=cut)
-    assert (body["stop_reason"], body["content"]) == ("max_tokens", [])
+    (block,) = body["content"]
+    assert (body["stop_reason"], block["name"]) == ("max_tokens", "write_file")
     events = await front.stream_message("work", tools=[WRITE], max_tokens=cut)
     assert events[-2]["delta"]["stop_reason"] == "max_tokens"
-    written = "".join(
-        e["delta"]["partial_json"] for e in events if e["type"] == "content_block_delta"
-    )
+    written = arguments_of(events)
     with pytest.raises(json.JSONDecodeError):
         json.loads(written)
+    assert block["input"] == {"arguments": written}
+
+
+def arguments_of(events):
+    return "".join(e["delta"]["partial_json"] for e in events if e["type"] == "content_block_delta")
+
+
+@pytest.mark.parametrize(
+    ("written", "wanted"),
+    [
+        ('{"path": "a", "lines": [1]}', {"path": "a", "lines": [1]}),
+        ('{"path": "a\n', {"arguments": '{"path": "a\n'}),
+        ('{"path": oops}', {"arguments": '{"path": oops}'}),
+        ('{"path": "a', {"arguments": '{"path": "a'}),
+    ],
+    ids=["sound", "control character", "no JSON", "never closed"],
+)
+async def test_arguments_that_nothing_holds_are_sound_json_in_streams_too(
+    start_front, written, wanted
+):
+    front = await start_front(Config(tool_dialect="llama3"))  # its calls have no token to begin
+    front.script("work", f'{{"name": "write_file", "parameters": {written}')
+    events = await front.stream_message("work", tools=[WRITE])
+    _, body = await front.message("work", tools=[WRITE])
+    assert json.loads(arguments_of(events)) == body["content"][0]["input"] == wanted
+    assert events[-2]["delta"]["stop_reason"] == body["stop_reason"] == "tool_use"
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,6 @@ def blocks_of_stream(events: list[Any]) -> Any:
 def same_blocks(streamed: Any, body: Any) -> None:
     blocks, delta = streamed
     assert delta["stop_reason"] == body["stop_reason"]
-    cut = delta["stop_reason"] == "max_tokens"
     shown = []
     for kind, name, text in blocks:
         if kind == "tool_use":
@@ -99,8 +98,6 @@ def same_blocks(streamed: Any, body: Any) -> None:
             except json.JSONDecodeError:
                 value = None
             if not isinstance(value, dict):
-                if cut:
-                    continue  # a plain answer leaves half a call out
                 value = {"arguments": text}
             shown.append((kind, name, value))
         else:
