@@ -21,8 +21,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cuda": {"kernels", "experts", "kv", "model", "memory"},
     "schedule": {"engine.api"},
     "engine": {"cuda", "kernels", "kv", "experts", "model", "checkpoint", "memory", "schedule"},
-    "text": {"engine.api"},
-    "http": {"text", "engine.api", "lifecycle"},
+    "text": {"engine.api", "kv.anchors"},
+    "http": {"text", "engine.api", "lifecycle", "kv.anchors"},
     "control": {"engine.api", "lifecycle", "memory.change", "check"},
     "lifecycle": {"engine", "text", "memory", "checkpoint", "model", "check"},
     "check": {

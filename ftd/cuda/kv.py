@@ -34,6 +34,7 @@ class CudaKvCache(KvCache):
             (num_pages + 1, page_tokens, layer.num_kv_heads, layer.head_dim)
             for layer in spec.attention_layers
         ]
+        self.page_bytes = 2 * sum(prod(shape[1:]) * dtype.itemsize for shape in shapes)
         self.bytes = 2 * sum(round_up(prod(s) * dtype.itemsize, _ALIGN_BYTES) for s in shapes)
         self._range = memory.reserve(self.bytes, self.bytes)
         whole = self._range.bytes()

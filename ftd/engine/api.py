@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
+from ftd.kv.anchors import Anchor, Resumed
+
 if TYPE_CHECKING:
     import torch
 
@@ -49,26 +51,6 @@ class Constraint(Protocol):
     def accept(self, token: int) -> None:
         """The token that was drawn; it depends on nothing else what is allowed next."""
         ...
-
-
-class AnchorKind(StrEnum):
-    """What ends at, or comes behind, a position that work is likely to resume from."""
-
-    SYSTEM = "system"  # end of tools and system prompt
-    USER = "user"  # before the last message of the user
-    TURN = "turn"  # end of an answer
-    RESULT = "result"  # end of a tool's result
-    FORK = "fork"  # two prompts have parted here, and a third came to it
-    ROLE = "role"  # a message begins
-    THOUGHT = "thought"  # end of thinking
-    CALL = "call"  # a call begins
-    CALL_END = "call end"
-
-
-@dataclass(frozen=True, slots=True)
-class Anchor:
-    position: int  # tokens before it
-    kind: AnchorKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +93,7 @@ class Output:
     logprobs: tuple[TokenLogprob, ...] = ()  # one for each of ``tokens`` if asked for
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # before the first token
     reused_tokens: int | None = None  # found in the prefix cache; with the first output
+    resumed: Resumed | None = None  # where, and why not further on; with the first output
     finish: Finish | None = None
     error: Exception | None = None  # an FtdError, with finish == ERROR or CANCELLED
 

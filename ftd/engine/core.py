@@ -8,7 +8,7 @@ written again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -33,9 +33,12 @@ from ftd.engine.sampling import Draw, SamplingState, token_logprob
 from ftd.errors import ConstraintFailed, EngineFailed
 from ftd.experts.runtime import ExpertCounters, ResidencyMap
 from ftd.experts.slots import Resized
+from ftd.kv.anchor_book import AnchorBook
+from ftd.kv.anchors import Anchor, AnchorInfo, AnchorKind, Ended, Resumed
 from ftd.kv.cache import KvCache
 from ftd.kv.pages import PagePool
 from ftd.kv.prefix_tree import Part, PrefixTree
+from ftd.kv.value import rank_of_pages
 from ftd.model.architecture import Experts, Model
 from ftd.schedule.policy import Limits, Run, SequenceView, StepPlan, next_in_line, plan_step
 from ftd.schedule.rates import Rates
@@ -71,6 +74,8 @@ class Answering:
     sampling: SamplingState
     scores: list[TokenLogprob | None] = field(default_factory=list)  # of the prompt, if asked for
     announced: bool = False  # reused_tokens and prompt_logprobs have gone out
+    ended: Ended = Ended.GOES_ON  # why the prefix tree's last match did
+    resumed: Resumed | None = None
 
     @property
     def request(self) -> EngineRequest:
@@ -132,7 +137,8 @@ class EngineCore:
         self.kernels = kernels  # what computes, for people
         self.limits = limits
         self.pages = PagePool(kv.num_pages, kv.page_tokens)
-        self.tree = PrefixTree(self.pages)
+        self.tree = PrefixTree(self.pages, rank_of_pages, clock)
+        self.anchors = AnchorBook(self.tree)
         self.rates = Rates()
         self.totals = Totals()
         self._waiting: dict[str, Answering] = {}  # in order of arrival
@@ -163,7 +169,7 @@ class EngineCore:
         answering = self._waiting.pop(request_id, None) or self._running.pop(request_id, None)
         if answering is None:
             return False
-        self._give_back(answering.sequence)
+        self._give_back(answering.sequence, answered=finish is Finish.STOP)
         if finish is Finish.STOP:
             self.totals.finished += 1
         else:
@@ -335,6 +341,7 @@ class EngineCore:
             answering = self._running[key] = self._waiting.pop(key)
             match = self.tree.match(answering.sequence.ids, self._reusable(answering))
             answering.sequence.start(match.pages, self.kv.page_tokens)
+            answering.ended = match.ended
             if match.part:
                 parts[key] = match.part
         for key in plan.passed_over:
@@ -368,6 +375,20 @@ class EngineCore:
         if sequence.reused is None:
             sequence.reused = sequence.computed
             self.totals.reused_tokens += sequence.computed
+            self._note_resumed(self._running[sequence.key])
+
+    def _note_resumed(self, answering: Answering) -> None:
+        sequence = answering.sequence
+        anchor = self.anchors.resumed(sequence.ids, sequence.computed, sequence.request.session)
+        ended = answering.ended
+        if sequence.pending == 1:
+            ended = Ended.WHOLE
+        elif answering.wants_scores:
+            ended = Ended.OFF
+        elif ended is Ended.WHOLE:  # of what a state is kept for
+            ended = Ended.STATE
+        passed = Anchor(anchor.position, anchor.kind) if anchor else None
+        answering.resumed = Resumed(ended, passed)
 
     def _within_scored_rows(self, runs: Seq[Run]) -> list[Run]:
         return [
@@ -464,11 +485,14 @@ class EngineCore:
             (draw.logprob,) if draw.logprob else (),
             tuple(answering.scores) if first and answering.wants_scores else None,
             sequence.reused if first else None,
+            answering.resumed if first else None,
             finish,
         )
+        if first:
+            self._note_anchors(sequence, request.anchors)
         if finish:
             del self._running[request.request_id]
-            self._give_back(sequence)
+            self._give_back(sequence, answered=True)
             self.totals.finished += 1
         elif sequence.computed % self.kv.page_tokens == 0:
             self._keep(sequence)
@@ -490,13 +514,45 @@ class EngineCore:
 
     def _keep(self, sequence: Sequence) -> None:
         """Let the prefix tree have what is computed so far."""
-        self.tree.insert(sequence.ids[: sequence.computed], sequence.pages)
+        chance = self._chance(sequence)
+        self.tree.insert(sequence.ids[: sequence.computed], sequence.pages, chance=chance)
 
-    def _give_back(self, sequence: Sequence) -> None:
-        self.tree.insert(sequence.ids[: sequence.computed], sequence.pages, ends=True)
+    def _chance(self, sequence: Sequence) -> float:
+        return self.anchors.first_chance(sequence.request.session, sequence.prompt_tokens)
+
+    def _note_anchors(self, sequence: Sequence, anchors: Iterable[Anchor]) -> None:
+        ids = sequence.ids[: sequence.computed]
+        self.anchors.note(ids, anchors, sequence.request.session, sequence.prompt_tokens)
+
+    def _give_back(self, sequence: Sequence, *, answered: bool = False) -> None:
+        ids, chance = sequence.ids[: sequence.computed], self._chance(sequence)
+        self.tree.insert(ids, sequence.pages, ends=True, chance=chance)
+        turn = [Anchor(sequence.computed, AnchorKind.TURN)] if answered and ids else []
+        self._note_anchors(sequence, [*sequence.request.anchors, *turn])
         self.pages.release(sequence.leave())
 
     # ---- figures
+
+    def anchor_infos(self) -> tuple[AnchorInfo, ...]:
+        """All anchors, the most valuable last in each session."""
+        now_s, token_bytes = self._clock(), self.kv.page_bytes / self.kv.page_tokens
+        token_s = self.rates.line[1] if self.rates.chunk_tokens else 0.0
+        return tuple(
+            AnchorInfo(
+                session=anchor.session,
+                kind=str(anchor.kind),
+                position=anchor.position,
+                tokens=tokens,
+                kv_bytes=round(tokens * token_bytes),
+                state_bytes=0,
+                disk_bytes=0,
+                hits=anchor.hits,
+                age_s=max(0.0, now_s - anchor.used_s),
+                saved_s=anchor.saved * token_s,
+                in_use=not self.pages.is_idle(run.pages[0]),
+            )
+            for anchor, tokens, run in self.anchors
+        )
 
     def _measure(self, runs: Seq[tuple[Answering, int]], drawn: int, seconds: float) -> None:
         rows = sum(tokens == 1 for _, tokens in runs)

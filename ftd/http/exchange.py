@@ -181,6 +181,8 @@ class Story:
                 "prompt_tokens": usage.prompt_tokens,
                 "output_tokens": usage.completion_tokens,
                 "reused_tokens": usage.cached_tokens,
+                **usage.match(),
+                "resumed_behind": _anchor(usage),
                 "ttft_ms": None if self.ttft_s is None else _ms(self.ttft_s),
                 "itl_p50_ms": _ms(gaps[len(gaps) // 2]) if gaps else None,
                 "itl_p99_ms": _ms(gaps[len(gaps) * 99 // 100]) if gaps else None,
@@ -377,6 +379,11 @@ def _note(front: FrontEnd, story: Story, index: int, piece: Piece) -> None:
         story.outcome = piece.finish
     if front.config.log_prompts:
         story.answers.setdefault(index, []).append(piece.text)
+
+
+def _anchor(usage: Usage) -> str | None:
+    anchor = usage.resumed.anchor if usage.resumed else None
+    return f"{anchor.kind} at {anchor.position}" if anchor else None
 
 
 def _ms(seconds: float) -> float:

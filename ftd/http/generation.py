@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ftd.engine.api import (
     EngineHandle,
@@ -25,6 +25,7 @@ from ftd.engine.api import (
     Ticket,
 )
 from ftd.errors import ContextExceeded, EngineFailed, FtdError, RequestCancelled, RequestInvalid
+from ftd.kv.anchors import Anchor, Resumed
 from ftd.text.answer import Answer, Piece, Reading
 from ftd.text.echo import Call, Place, Said
 from ftd.text.events import Block
@@ -43,6 +44,7 @@ class Prompt:
     ids: Sequence[int]
     text: str | None = None  # what they were made from; None if nobody will want to see it
     place: Place | None = None  # of its answer; None: it is not to be remembered
+    anchors: tuple[Anchor, ...] = ()  # where work may resume
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class Job:
     stop_ids: frozenset[int]
     prompt_logprobs: int | None = None
     constraint: MakeConstraint | None = None  # of each answer
+    session: str = ""  # the conversation's, where the client names it
 
     @property
     def answers(self) -> int:
@@ -73,6 +76,16 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int  # of the completion tokens
+    resumed: Resumed | None = None  # of the first prompt: where, and why not further on
+
+    @property
+    def recomputed_tokens(self) -> int:
+        return self.prompt_tokens - self.cached_tokens
+
+    def match(self) -> dict[str, Any]:
+        """What was not found in the prefix cache, and why."""
+        ended = {"match_ended": str(self.resumed.ended)} if self.resumed else {}
+        return {"recomputed_tokens": self.recomputed_tokens, **ended}
 
 
 def room_tokens(prompt_tokens: int, limits: EngineLimits, *, param: str = "messages") -> int:
@@ -186,6 +199,7 @@ class Generation:
             completion_tokens=sum(answer.tokens for answer in self._answers),
             cached_tokens=sum(a.reused_tokens for a in self._answers[:: self._job.copies]),
             reasoning_tokens=sum(answer.reasoning_tokens for answer in self._answers),
+            resumed=self._answers[0].resumed,
         )
 
     def _request(self, index: int) -> EngineRequest:
@@ -207,6 +221,8 @@ class Generation:
             copies_of=self._engine_id(index - copy) if copy else None,
             arrival_s=self.started_s,
             constraint=job.constraint() if job.constraint else None,
+            anchors=prompt.anchors,
+            session=job.session,
         )
 
     def _remember(self, index: int, tokens: Sequence[int], blocks: Sequence[Block]) -> None:

@@ -18,6 +18,8 @@ from .generation import Job, Prompt, room_tokens
 
 MAX_TOOLS = 1024
 MAX_NAME_CHARS = 256
+MAX_SESSION_CHARS = 128
+_SESSION_HEADERS = ("x-claude-code-session-id", "session-id", "x-session-id")
 
 
 def prompt_of(asked: Asked, conversation: Conversation) -> Rendered:
@@ -57,7 +59,7 @@ def turn_job(
         )
     shown = text.text_of(prompt.pieces) if asked.config.log_prompts else None
     return Job(
-        prompts=(Prompt(prompt.ids, shown, prompt.place),),
+        prompts=(Prompt(prompt.ids, shown, prompt.place, text.anchors(prompt.ids)),),
         copies=copies,
         max_tokens=max_tokens,
         sampling=sampling,
@@ -70,7 +72,16 @@ def turn_job(
         eos_ids=frozenset() if ignore_eos else text.eos_ids,
         stop_ids=stop_ids,
         constraint=constraint,
+        session=session_of(asked.headers),
     )
+
+
+def session_of(headers: Mapping[str, str]) -> str:
+    """Whose conversation it is, as clients say it: a sub-agent's is one of its own."""
+    found = (headers.get(name, "") for name in _SESSION_HEADERS)
+    session = next((value for value in found if value), "")
+    agent = headers.get("x-claude-code-agent-id", "")
+    return (f"{session}/{agent}" if agent else session)[:MAX_SESSION_CHARS]
 
 
 def default_thinking(asked: Asked, said: Thinking, *, unsaid: bool | None = None) -> Thinking:

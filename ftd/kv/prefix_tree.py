@@ -11,7 +11,8 @@ a leaf of fewer tokens; nobody writes to it any more, whoever continues it copie
 
 Running sequences use a path from the root (``insert`` swaps their own copy of a page for the
 tree's), so behind an idle page there are only idle ones, and ``PagePool.idle`` is exactly what
-``evict`` can free. Pages are evicted least recently used first, from the ends of the tree.
+``evict`` can free. Pages are evicted from the ends of the tree, those of the lowest rank first: by
+default the least recently used, in an engine by value (``ftd.kv.value``).
 
 Token ids and page numbers come and go as ``array("i")``: four bytes each, compared and copied as
 one piece. The tree belongs to one loaded model: KV of another model or dtype is never found in it.
@@ -20,16 +21,16 @@ one piece. The tree belongs to one loaded model: KV of another model or dtype is
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, insort
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple
 
+from ftd.kv.anchors import Ended, KeptAnchor
 from ftd.kv.pages import PagePool
+from ftd.kv.runs import ID_BYTES, Run, agreed_tokens
 
 _BLOCK_PAGES = 128  # compared at once
-_ID_BYTES = 4  # of a token in a key
 
 
 class Reuse(NamedTuple):
@@ -48,38 +49,38 @@ class Part(NamedTuple):
 class Match(NamedTuple):
     pages: array[int]
     part: Part | None  # of the page behind them
+    ended: Ended
 
 
-class _Node:
-    __slots__ = ("children", "order", "pages", "parent", "queued", "tokens", "used")
+# Of a run of pages: its end, the chance of a match, other ways on from it, and its last use
+Rank = Callable[[int, float, int, float], float]
 
-    def __init__(self, parent: _Node | None, tokens: array[int], pages: array[int]) -> None:
-        self.parent = parent
-        self.tokens = tokens
-        self.pages = pages
-        self.children: dict[bytes, _Node] = {}  # by the bytes of their first page's tokens
-        self.order: list[bytes] = []  # their keys, sorted: those that agree longest are neighbours
-        self.used = 0  # tick of the last match or insert that passed
-        self.queued = False  # has its one entry in the eviction queue
 
-    def adopt(self, key: bytes, child: _Node) -> None:
-        if key not in self.children:
-            insort(self.order, key)
-        self.children[key] = child
-
-    def disown(self, key: bytes) -> _Node:
-        del self.order[bisect_left(self.order, key)]
-        return self.children.pop(key)
+def least_recently_used(end: int, chance: float, branches: int, used: float) -> float:
+    return used
 
 
 class PrefixTree:
-    def __init__(self, pool: PagePool) -> None:
+    """
+    Args:
+        rank: what is evicted first has the lowest; must rise with use.
+        clock: of uses; without one each use is a tick.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        rank: Rank = least_recently_used,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
         self._pool = pool
         self._page_tokens = pool.page_tokens
-        self._tick = 0
+        self._rank = rank
+        self._clock = clock or count(1).__next__
+        self._now = 0.0
         self._serial = count()
-        self._root = _Node(None, array("i"), array("i"))
-        self._queue: list[tuple[int, int, _Node]] = []  # (used then, tie-break, leaf)
+        self._root = Run(None, 0, array("i"), array("i"))
+        self._queue: list[tuple[float, int, Run]] = []  # (rank then, tie-break, leaf)
 
     def peek(self, ids: array[int], limit: int | None = None) -> Reuse:
         """What ``match`` would find, without taking or touching anything."""
@@ -101,17 +102,21 @@ class PrefixTree:
         path = self._path(ids, most // self._page_tokens)
         pages = self._pages(path)
         found = self._part(path, ids, len(pages) * self._page_tokens, most)
+        tokens = len(pages) * self._page_tokens + (found[1] if found else 0)
+        ended = Ended.WHOLE if tokens == most else self._why(path, found)
         self._touch(path)
         self._pool.retain(pages)
         if found is None:
-            return Match(pages, None)
-        node, tokens, page = found
-        if self._is_tail(node):
-            node.used = self._tick
+            return Match(pages, None, ended)
+        node, shared, page = found
+        if node.is_tail(self._page_tokens):
+            node.used = self._now
         self._pool.retain((page,))
-        return Match(pages, Part(page, tokens))
+        return Match(pages, Part(page, shared), ended)
 
-    def insert(self, ids: array[int], pages: array[int], *, ends: bool = False) -> None:
+    def insert(
+        self, ids: array[int], pages: array[int], *, ends: bool = False, chance: float = 0.0
+    ) -> None:
         """Keep the whole pages of ``ids``, whose KV has been computed into the caller's ``pages``.
 
         To be called with all tokens computed so far, after each chunk; what is known already costs
@@ -120,6 +125,7 @@ class PrefixTree:
 
         Args:
             ends: the caller writes no more: a page filled in part is kept as well.
+            chance: of a match with what is new.
         """
         num_pages = min(len(ids) // self._page_tokens, len(pages))
         path = self._path(ids, num_pages)
@@ -129,19 +135,19 @@ class PrefixTree:
         whole = num_pages * self._page_tokens
         if len(known) < num_pages:
             tokens = ids[len(known) * self._page_tokens : whole]
-            end = self._extend(end, tokens, pages[len(known) : num_pages])
+            end = self._extend(end, tokens, pages[len(known) : num_pages], chance)
         if ends and len(ids) > whole and len(pages) > num_pages:
-            self._keep_tail(end, ids[whole:], pages[num_pages])
+            self._keep_tail(end, ids[whole:], pages[num_pages], chance)
 
     def evict(self, n: int) -> int:
         """Free up to ``n`` idle pages, least recently used first; returns how many."""
         freed, busy = 0, []
         while freed < n and self._queue:
-            tick, _, node = heappop(self._queue)
+            rank, _, node = heappop(self._queue)
             node.queued = False
             if node.children or not node.pages:
                 continue  # queued again when it has lost the last of them; or gone already
-            if tick != node.used:
+            if rank < self._rank_of(node):
                 self._enqueue(node)  # used since it was queued
                 continue
             freed += self._trim(node, n - freed)
@@ -155,13 +161,40 @@ class PrefixTree:
         """Forget all that no running sequence uses; returns the number of pages freed."""
         return self.evict(self._pool.idle)
 
+    def now_s(self) -> float:
+        """When something was last used."""
+        return self._now
+
+    def path(self, ids: array[int]) -> list[Run]:
+        """The runs that hold ``ids``, as far as they are known, to a page filled in part."""
+        runs = [run for run, _ in self._path(ids, len(ids) // self._page_tokens)]
+        end = runs[-1] if runs else self._root
+        if end.end < len(ids) and (tail := end.holding(ids[end.end :].tobytes())):
+            runs.append(tail)
+        return runs
+
+    def runs(self) -> Iterator[Run]:
+        """All, each after its parent."""
+        runs = list(self._root.children.values())
+        while runs:
+            run = runs.pop()
+            yield run
+            runs.extend(run.children.values())
+
+    def cut(self, run: Run, end: int) -> Run:
+        """Part a run at the page border at or behind position ``end``; returns what is before."""
+        pages = -(-(end - run.begin) // self._page_tokens)
+        return run.split_off(pages, self._page_tokens) if pages < len(run.pages) else run
+
+    def drop(self, run: Run) -> int:
+        """Free the idle pages at the end of a leaf; returns how many."""
+        assert not run.children, run.end
+        return self._trim(run, len(run.pages))
+
     def renumber(self, moves: Mapping[int, int]) -> None:
         """Pages have been moved: old number → new. Tokens, users and order of use are as before."""
-        nodes = list(self._root.children.values())
-        while nodes:
-            node = nodes.pop()
-            node.pages = array("i", [moves.get(page, page) for page in node.pages])
-            nodes.extend(node.children.values())
+        for run in self.runs():
+            run.pages = array("i", [moves.get(page, page) for page in run.pages])
 
     def _most_tokens(self, ids: array[int], limit: int | None) -> int:
         return max(len(ids) - 1 if limit is None else min(limit, len(ids) - 1), 0)
@@ -169,9 +202,9 @@ class PrefixTree:
     def _key(self, tokens: array[int], at: int = 0) -> bytes:
         return tokens[at : at + self._page_tokens].tobytes()
 
-    def _path(self, ids: array[int], num_pages: int) -> list[tuple[_Node, int]]:
+    def _path(self, ids: array[int], num_pages: int) -> list[tuple[Run, int]]:
         """Nodes along ``ids`` and how many pages of each agree: all, except perhaps of the last."""
-        path: list[tuple[_Node, int]] = []
+        path: list[tuple[Run, int]] = []
         node, at, end = self._root, 0, num_pages * self._page_tokens
         while at < end:
             child = node.children.get(self._key(ids, at))
@@ -196,15 +229,15 @@ class PrefixTree:
                 agreed = stop
         return agreed // self._page_tokens
 
-    def _pages(self, path: list[tuple[_Node, int]]) -> array[int]:
+    def _pages(self, path: list[tuple[Run, int]]) -> array[int]:
         pages = array("i")
         for node, agreed in path:
             pages.extend(node.pages[:agreed])
         return pages
 
     def _part(
-        self, path: list[tuple[_Node, int]], ids: array[int], at: int, most: int
-    ) -> tuple[_Node, int, int] | None:
+        self, path: list[tuple[Run, int]], ids: array[int], at: int, most: int
+    ) -> tuple[Run, int, int] | None:
         """Behind ``path``, which ends at token ``at``: the page that agrees longest.
 
         Returns:
@@ -214,75 +247,82 @@ class PrefixTree:
         node, pages = path[-1] if path else (self._root, 0)
         if pages < len(node.pages):  # in the middle of a run: nothing else follows there
             there = self._key(node.tokens, pages * self._page_tokens)
-            tokens = _agreed_tokens(wanted, there)
+            tokens = agreed_tokens(wanted, there)
             return (node, tokens, node.pages[pages]) if tokens else None
-        i = bisect_left(node.order, wanted)
-        near = node.order[max(0, i - 1) : i + 1]
-        tokens, key = max(((_agreed_tokens(wanted, key), key) for key in near), default=(0, b""))
-        child = node.children[key] if tokens else None
-        return (child, tokens, child.pages[0]) if child else None
+        if (near := node.nearest(wanted)) is None:
+            return None
+        child, tokens = near
+        return child, tokens, child.pages[0]
 
-    def _extend(self, end: _Node, tokens: array[int], pages: array[int]) -> _Node:
+    def _why(self, path: list[tuple[Run, int]], part: tuple[Run, int, int] | None) -> Ended:
+        """Why a match goes no further."""
+        node, pages = path[-1] if path else (self._root, 0)
+        if part and part[1] == len(part[0].tokens) and part[0].is_tail(self._page_tokens):
+            return Ended.EVICTED if part[0].trimmed else Ended.GOES_ON
+        if part or pages < len(node.pages) or node.children:
+            return Ended.DIFFERS
+        return Ended.EVICTED if node.trimmed else Ended.GOES_ON
+
+    def _extend(self, end: Run, tokens: array[int], pages: array[int], chance: float) -> Run:
         """Put new pages behind ``end``; returns the node they are in."""
         key = self._key(tokens)
-        self._drop_covered(end, key)
+        anchors = self._drop_covered(end, key)
         for page in pages:
             self._pool.keep(page)
         if end is not self._root and not end.children:
-            end.tokens.extend(tokens)  # the same path grows: used at the same tick, so one node
+            end.tokens.extend(tokens)  # the same path grows: used at the same time, so one node
             end.pages.extend(pages)
-            return end
-        return self._adopt(end, key, tokens, pages)
+            end.chance = max(end.chance, chance)
+            self._enqueue(end)
+        else:
+            end = self._adopt(end, key, tokens, pages, chance)
+        end.anchors |= anchors
+        return end
 
-    def _keep_tail(self, end: _Node, tokens: array[int], page: int) -> None:
+    def _keep_tail(self, end: Run, tokens: array[int], page: int, chance: float) -> None:
         """Keep a page filled in part, unless another has the same tokens and more."""
         key = tokens.tobytes()
-        i = bisect_left(end.order, key)
-        if i < len(end.order) and end.order[i].startswith(key):
+        if end.holding(key):
             return
-        self._drop_covered(end, key)
+        anchors = self._drop_covered(end, key)
         self._pool.keep(page)
-        self._adopt(end, key, tokens, array("i", (page,)))
+        self._adopt(end, key, tokens, array("i", (page,)), chance).anchors = anchors
 
-    def _adopt(self, parent: _Node, key: bytes, tokens: array[int], pages: array[int]) -> _Node:
-        node = _Node(parent, tokens, pages)
-        node.used = self._tick
+    def _adopt(
+        self, parent: Run, key: bytes, tokens: array[int], pages: array[int], chance: float
+    ) -> Run:
+        node = Run(parent, parent.end, tokens, pages)
+        node.used, node.chance = self._now, chance
         parent.adopt(key, node)
         self._enqueue(node)
         return node
 
-    def _drop_covered(self, node: _Node, key: bytes) -> None:
-        """Drop the tails behind ``node`` that a page with the tokens of ``key`` has as well."""
-        for end in range(_ID_BYTES, len(key), _ID_BYTES):
+    def _drop_covered(self, node: Run, key: bytes) -> dict[int, KeptAnchor]:
+        """Drop the tails behind ``node`` that a page with the tokens of ``key`` has as well.
+
+        Returns:
+            The anchors that stood on them.
+        """
+        anchors: dict[int, KeptAnchor] = {}
+        for end in range(ID_BYTES, len(key), ID_BYTES):
             if key[:end] in node.children:
                 tail = node.disown(key[:end])
                 self._pool.drop(tail.pages.pop())
+                anchors |= tail.anchors
+        return anchors
 
-    def _is_tail(self, node: _Node) -> bool:
-        return len(node.tokens) < self._page_tokens
-
-    def _touch(self, path: list[tuple[_Node, int]]) -> _Node:
+    def _touch(self, path: list[tuple[Run, int]]) -> Run:
         """Mark the path as used now; returns the node it ends with, cutting one if need be."""
-        self._tick += 1
+        self._now = self._clock()
         if not path:
             return self._root
         end, agreed = path[-1]
         if agreed < len(end.pages):
-            end = self._cut(end, agreed)
+            end = end.split_off(agreed, self._page_tokens)
         for node, _ in path[:-1]:
-            node.used = self._tick
-        end.used = self._tick
+            node.used = self._now
+        end.used = self._now
         return end
-
-    def _cut(self, node: _Node, num_pages: int) -> _Node:
-        """Put the first pages of a node into a new one above it."""
-        assert node.parent is not None and 0 < num_pages < len(node.pages), num_pages
-        tokens = num_pages * self._page_tokens
-        upper = _Node(node.parent, node.tokens[:tokens], node.pages[:num_pages])
-        node.parent.adopt(self._key(node.tokens), upper)
-        node.parent, node.tokens, node.pages = upper, node.tokens[tokens:], node.pages[num_pages:]
-        upper.adopt(self._key(node.tokens), node)
-        return upper
 
     def _swap(self, pages: array[int], known: array[int]) -> None:
         """Make the user of ``pages`` a user of the tree's pages instead, where they differ."""
@@ -294,27 +334,26 @@ class PrefixTree:
                 self._pool.release((pages[i],))
                 pages[i] = theirs
 
-    def _enqueue(self, node: _Node) -> None:
+    def _enqueue(self, node: Run) -> None:
         if not node.queued:
             node.queued = True
-            heappush(self._queue, (node.used, next(self._serial), node))
+            heappush(self._queue, (self._rank_of(node), next(self._serial), node))
 
-    def _trim(self, node: _Node, n: int) -> int:
+    def _rank_of(self, node: Run) -> float:
+        return self._rank(node.end, node.chance, node.branches, node.used)
+
+    def _trim(self, node: Run, n: int) -> int:
         """Drop up to ``n`` idle pages from the end of a leaf, and the leaf when none is left."""
         key, before = self._key(node.tokens), len(node.pages)
         while node.pages and before - len(node.pages) < n and self._pool.is_idle(node.pages[-1]):
             self._pool.drop(node.pages.pop())
-        del node.tokens[len(node.pages) * self._page_tokens :]
+        if len(node.pages) == before:
+            return 0
+        node.cut_back(len(node.pages), self._page_tokens)
         parent = node.parent
         if not node.pages and parent is not None:
             parent.disown(key)
+            parent.trimmed = True
             if not parent.children and parent is not self._root:
                 self._enqueue(parent)
         return before - len(node.pages)
-
-
-def _agreed_tokens(one: bytes, other: bytes) -> int:
-    """How many tokens two keys have in common, from the first."""
-    ends = range(0, min(len(one), len(other)), _ID_BYTES)
-    differ = (at for at in ends if one[at : at + _ID_BYTES] != other[at : at + _ID_BYTES])
-    return next(differ, len(ends) * _ID_BYTES) // _ID_BYTES

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from ftd.engine.api import Finish, Output, TokenLogprob
+from ftd.kv.anchors import Resumed
 
 from .events import Block, CallEnd, Event, Reasoning, Text, blocks_of
 from .stops import StopScanner, StopSet
@@ -87,6 +88,7 @@ class Answer:
         self.tokens = 0  # sampled, the one that ended the answer included
         self.reasoning_tokens = 0
         self.reused_tokens = 0
+        self.resumed: Resumed | None = None
         self._reading = reading
         self._remember = remember
         self._generated = array("i")  # but for the token that ends the answer
@@ -103,7 +105,7 @@ class Answer:
     def push(self, output: Output) -> Piece:
         """Take one output; once a piece has ``finish``, push no more."""
         if output.reused_tokens is not None:
-            self.reused_tokens = output.reused_tokens
+            self.reused_tokens, self.resumed = output.reused_tokens, output.resumed
         if self._reading.empty:
             finish: Reason | None = "length" if output.tokens or output.finish else None
             return Piece(

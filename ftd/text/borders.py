@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ftd.engine.api import Anchor, AnchorKind
 from ftd.errors import RequestInvalid
+from ftd.kv.anchors import Anchor, AnchorKind
 
 from .messages import Message
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from tokenizers import Tokenizer
 
-from ftd.engine.api import Anchor, Sampling
+from ftd.engine.api import Sampling
 from ftd.errors import CheckpointError, RequestInvalid
+from ftd.kv.anchors import Anchor
 
 from .borders import Borders, find_borders
 from .conversation import Conversation

@@ -87,7 +87,7 @@ def test_the_youngest_gives_way_and_continues(alone):
 def test_what_fits_of_the_prefix_cache_is_kept(alone):
     prompt = prompts(1)["r8"]
     with engine_core(MODEL, num_pages=PAGES, max_running=4, prefill_chunk=256) as core:
-        answer_all(core, [request("old", [3] * 200, 2), request("new", prompt, 4)])
+        answer_all(core, [request("old", [3] * 120, 2), request("new", prompt, 4)])
         cached = core.status().pages_cached
         done = resize(core, LEAST_PAGES, 0)
         assert done.pages_evicted == cached - LEAST_PAGES > 0

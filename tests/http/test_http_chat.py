@@ -42,7 +42,7 @@ async def test_a_plain_answer(front):
         "prompt_tokens": prompt,
         "completion_tokens": out,
         "total_tokens": prompt + out,
-        "prompt_tokens_details": {"cached_tokens": 5},
+        "prompt_tokens_details": {"cached_tokens": 5, "recomputed_tokens": prompt - 5},
         "completion_tokens_details": {"reasoning_tokens": 0},
     }
 

@@ -48,6 +48,7 @@ async def test_a_plain_answer(front):
             "input_tokens": prompt - 5,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 5,
+            "cache_read_details": {"recomputed_tokens": prompt - 5},
             "output_tokens": len(front.text.encode("Hi there, 世界!")) + 1,
             "output_tokens_details": {"thinking_tokens": 0},
         },

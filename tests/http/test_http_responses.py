@@ -62,7 +62,11 @@ async def test_a_plain_answer(front):
     assert item["content"][0]["text"] == "Hi there, 世界!"
     assert body["usage"] == {
         "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": 5, "cache_write_tokens": 0},
+        "input_tokens_details": {
+            "cached_tokens": 5,
+            "cache_write_tokens": 0,
+            "recomputed_tokens": prompt - 5,
+        },
         "output_tokens": out,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": prompt + out,

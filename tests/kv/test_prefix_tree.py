@@ -66,7 +66,7 @@ class TreeMachine(RuleBasedStateMachine):
         reuse = self.tree.peek(array("i", ids), limit)
         assert (reuse.tokens, reuse.pages) == (PAGE * len(keys) + most, len(keys))
         assert reuse.idle_pages == sum(not self.in_use(page) for page in expected)
-        pages, part = self.tree.match(array("i", ids), limit)
+        pages, part, _ = self.tree.match(array("i", ids), limit)
         assert list(pages) == expected
         assert (part.tokens if part else 0) == most
         self.use(keys)
@@ -172,7 +172,7 @@ TestPrefixTree.settings = settings(max_examples=150, stateful_step_count=40, dea
 def committed(tree, pool, ids):
     """Run one sequence to its end: match, compute, commit, leave. Returns the tokens reused."""
     ids = array("i", ids)
-    pages, part = tree.match(ids)
+    pages, part, _ = tree.match(ids)
     reused = len(pages) * pool.page_tokens
     if part:
         reused += part.tokens
@@ -243,7 +243,7 @@ def test_two_who_compute_the_same_end_with_one_copy(tree, pool):
 def test_eviction_spares_what_runs_and_starts_with_the_oldest(tree, pool):
     committed(tree, pool, [1] * 8)
     committed(tree, pool, [2] * 8)
-    running, _ = tree.match(array("i", [1] * 9))
+    running, _, _ = tree.match(array("i", [1] * 9))
     assert tree.evict(1) == 1
     assert tree.peek(array("i", [2] * 9)).tokens == 4
     assert tree.evict(10) == 1
@@ -273,7 +273,7 @@ def test_a_long_prompt_committed_in_chunks_is_found_whole():
     for end in range(0, 200_001, 4_096):
         tree.insert(ids[:end], pages)
     tree.insert(ids, pages)
-    found, part = tree.match(ids)
+    found, part, _ = tree.match(ids)
     assert found == pages[:-1]
     assert part == (pages[-1], 15)
     assert tree.peek(ids + array("i", [1])) == (200_000, 12_500, 0)

@@ -45,7 +45,7 @@ class ResizedMachine(RuleBasedStateMachine):
 
     @rule(ids=TOKENS)
     def start(self, ids):
-        pages, part = self.tree.match(array("i", ids))
+        pages, part, _ = self.tree.match(array("i", ids))
         known = len(pages)
         more = self.pool.allocate(-(-len(ids) // PAGE) - known)
         if part:

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from ftd.engine.api import AnchorKind
+from ftd.kv.anchors import AnchorKind
 from ftd.text.borders import find_borders
 from ftd.text.template import ChatTemplate
 

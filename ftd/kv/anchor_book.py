@@ -1,0 +1,115 @@
+"""The anchors that stand in a prefix tree: noted when pages are kept, counted when one is used.
+
+An anchor stands on the run that holds the token before it, and goes when that page goes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from ftd.kv.anchors import Anchor, AnchorKind, KeptAnchor
+from ftd.kv.prefix_tree import PrefixTree
+from ftd.kv.runs import Run
+from ftd.kv.value import Cost, chance, is_side
+
+SESSIONS = 4096  # whose longest prompt is remembered
+
+
+class Standing(NamedTuple):
+    anchor: KeptAnchor
+    tokens: int  # behind the anchor before it
+    run: Run
+
+
+class AnchorBook:
+    def __init__(self, tree: PrefixTree) -> None:
+        self._tree = tree
+        self._longest: dict[str, int] = {}  # prompt of each session, oldest sessions first
+
+    def first_chance(self, session: str, prompt_tokens: int) -> float:
+        """Of a match with what a request adds, before anything is known of it."""
+        return chance(None, side=self._is_side(session, prompt_tokens))
+
+    def note(
+        self, ids: array[int], anchors: Iterable[Anchor], session: str, prompt_tokens: int
+    ) -> None:
+        """Anchors of what has been kept of ``ids``, in order.
+
+        Behind the system prompt a run is cut: what many share outlives what they do not.
+        """
+        side, turns = self._is_side(session, prompt_tokens), 0
+        self._remember(session, prompt_tokens)
+        runs = iter(self._tree.path(ids))
+        run = next(runs, None)
+        for anchor in anchors:
+            while run is not None and anchor.position > run.end:
+                run = next(runs, None)
+            if run is None:
+                return
+            run.stand(anchor, session, self._tree.now_s())
+            upper = run
+            if anchor.kind is AnchorKind.SYSTEM:
+                upper = self._tree.cut(run, anchor.position)
+            upper.chance = max(upper.chance, chance(anchor.kind, turns=turns, side=side))
+            turns += anchor.kind is AnchorKind.TURN
+
+    def resumed(self, ids: array[int], tokens: int, session: str = "") -> KeptAnchor | None:
+        """A prompt goes on behind ``tokens`` known ones: the anchor it has passed last, if any.
+
+        Where prompts part a second time is an anchor from then on.
+        """
+        runs = self._tree.path(ids[:tokens])
+        if not runs or runs[-1].end < tokens:
+            return None
+        passed = max(
+            (a for run in runs for a in run.anchors.values() if a.position <= tokens and a.shown),
+            key=lambda a: a.position,
+            default=None,
+        )
+        if passed is None or passed.position < tokens:
+            fork = runs[-1].anchors.get(tokens)
+            if fork is not None:
+                passed = fork
+            else:
+                runs[-1].stand(Anchor(tokens, AnchorKind.FORK), session, self._tree.now_s())
+        if passed is not None:
+            passed.hits += 1
+            passed.used_s = self._tree.now_s()
+            passed.saved += Cost(1.0).seconds(0, tokens)
+        return passed
+
+    def drop(self, session: str | None = None) -> int:
+        """Forget what only ``session`` has used, or all; returns the pages freed.
+
+        What running requests use stays.
+        """
+        freed = 0
+        for run in reversed(list(self._tree.runs())):
+            sessions = {anchor.session for anchor in run.anchors.values()}
+            if not run.children and (session is None or sessions == {session}):
+                freed += self._tree.drop(run)
+        return freed
+
+    def __iter__(self) -> Iterator[Standing]:
+        """All of them, each after those before it on its path."""
+        before: dict[Run, int] = {}
+        for run in self._tree.runs():
+            last = before.get(run.parent, 0) if run.parent else 0
+            for position in sorted(run.anchors):
+                if run.anchors[position].shown:
+                    yield Standing(run.anchors[position], position - last, run)
+                    last = position
+            before[run] = last
+
+    def _is_side(self, session: str, prompt_tokens: int) -> bool:
+        return is_side(prompt_tokens, self._longest.get(session, 0))
+
+    def _remember(self, session: str, prompt_tokens: int) -> None:
+        if not session:
+            return
+        longest = max(prompt_tokens, self._longest.pop(session, 0))
+        self._longest[session] = longest
+        if len(self._longest) > SESSIONS:
+            del self._longest[next(iter(self._longest))]
