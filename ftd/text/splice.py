@@ -20,6 +20,8 @@ _TAIL_CHARS = 96  # of a prompt's text: where its answer begins in later prompts
 _MOST_HEADER_CHARS = 768  # between that and an answer's first word: markers, a tool's id and name
 _LAYOUT = " \t\r\n\"':,;{}[]()`"  # what may stand around markers behind a call
 
+_MARK = re.compile(r"said[0-9a-f]{38}")
+
 Spliced = list[str | Sequence[int]]  # text of the template, tokens of an answer, text, ...
 
 
@@ -66,18 +68,22 @@ class Frame:
 
     def splice(self, text: str, answers: Sequence[Marked]) -> Spliced:
         """Raises NotPlaced, with the number of the answer."""
+        written: dict[str, list[re.Match[str]]] = {}
+        for match in _MARK.finditer(text) if answers else ():
+            written.setdefault(match[0], []).append(match)
         pieces: Spliced = []
         end = 0
         for number, marked in enumerate(answers):
-            place, first = marked.turn.place, text.find(marked.mark, end)
-            start = text.rfind(place.before, end, max(first, 0))
+            place, marks = marked.turn.place, written.get(marked.mark, ())
+            if not marks or len(marks) > marked.times:
+                raise NotPlaced(number)
+            first = marks[0].start()
+            start = text.rfind(place.before, end, max(first, end))
             begin = start + len(place.before)
             if start < 0 or first - begin > _MOST_HEADER_CHARS:
                 raise NotPlaced(number)
-            if text.count(marked.mark) > marked.times:
-                raise NotPlaced(number)
             pieces += [text[end:begin] + place.opening, marked.turn.tokens]
-            end = text.rfind(marked.mark) + len(marked.mark)
+            end = marks[-1].end()
             if marked.called:
                 end = self._end(text, end, number)
         return [*pieces, text[end:]]
