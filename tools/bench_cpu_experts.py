@@ -29,7 +29,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ftd.kernels.cpu import native
 from ftd.kernels.cpu.native import NativeOps
-from ftd.kernels.formats import FORMATS, ExpertLayout, expert_layout
+from ftd.kernels.formats import (
+    FORMATS,
+    ExpertLayout,
+    Matrix,
+    MatrixLayout,
+    PackedMatrix,
+    expert_layout,
+    matrix_layout,
+)
 
 GIB = 1 << 30
 EXPERTS_PER_LAYER = 128
@@ -67,11 +75,40 @@ def expert_pool(layout: ExpertLayout, pool_bytes: int) -> tuple[torch.Tensor, to
     """Records of random weights and their addresses."""
     count = max(EXPERTS_PER_LAYER, pool_bytes // layout.record_bytes)
     memory = huge_memory(count * layout.record_bytes).view(count, layout.record_bytes)
-    weights = torch.randn(layout.record_bytes // layout.format.dtype.itemsize) * 0.02
-    record = weights.to(layout.format.dtype).view(torch.uint8)
+    record = random_record(layout)
     for expert in memory:
         expert.copy_(record)
     return memory, memory.data_ptr() + torch.arange(count) * layout.record_bytes
+
+
+def random_record(layout: ExpertLayout) -> torch.Tensor:
+    record = torch.zeros(layout.record_bytes, dtype=torch.uint8)
+    for matrix in layout.matrices.values():
+        put_matrix(record, matrix)
+    return record
+
+
+def put_matrix(record: torch.Tensor, matrix: MatrixLayout) -> None:
+    """Random weights of about 0.02 for one matrix of a record."""
+    fmt, size = matrix.format, matrix.data_bytes
+
+    def put(offset: int, numbers: torch.Tensor) -> None:
+        stored = numbers.flatten().view(torch.uint8)
+        record[offset : offset + len(stored)] = stored
+
+    if not fmt.scaled:
+        put(matrix.offset, (torch.randn(matrix.rows, matrix.columns) * 0.02).to(fmt.dtype))
+        return
+    if fmt.bits == 8:
+        put(matrix.offset, torch.randn(size).to(fmt.dtype))
+    else:
+        put(matrix.offset, torch.randint(256, (size,), dtype=torch.uint8))
+    assert fmt.scale_dtype is not None
+    power_of_two = fmt.scale_dtype is torch.uint8  # e8m0: 2^(code - 127)
+    scale = torch.full(matrix.scale_shape, 121 if power_of_two else 0.02)
+    put(matrix.scale_offset, scale.to(fmt.scale_dtype))
+    if fmt.factor:
+        put(matrix.factor_offset, torch.ones(1))
 
 
 class Burst(NamedTuple):
@@ -158,11 +195,14 @@ def bench_experts(
 
 
 def bench_head(ops: NativeOps, batch: int, args: argparse.Namespace) -> dict[str, float]:
-    dtype = FORMATS[args.format].dtype
-    head_bytes = args.vocab * args.hidden * dtype.itemsize
-    weight = huge_memory(head_bytes).view(dtype).view(args.vocab, args.hidden)
-    weight.copy_(torch.randn(args.hidden).mul_(0.02).expand_as(weight))
-    address = torch.tensor([weight.data_ptr()])
+    fmt = FORMATS[args.format]
+    layout, num_bytes = matrix_layout(fmt, args.vocab, args.hidden)
+    record, head_bytes = huge_memory(num_bytes), layout.payload_bytes
+    put_matrix(record, layout)
+    weight: Matrix = PackedMatrix(layout, record)
+    if not fmt.scaled:
+        weight = record.view(fmt.dtype).view(args.vocab, args.hidden)
+    address = torch.tensor([record.data_ptr()])
     x = torch.randn(batch, args.hidden).to(getattr(torch, args.act))
     return paired(
         ops,

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "kernels/cpu"
 FLAGS = ("-std=c++17", "-O3", "-pthread", "-fvisibility=hidden", "-ffp-contract=off", "-fPIC")
 LARGEST_ERROR = {"float32": 2e-5, "bfloat16": 2e-2}
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/kernels")]
 
 
 def build(folder: Path) -> Path:
@@ -48,7 +48,9 @@ def build(folder: Path) -> Path:
 
 def cases(act: torch.dtype) -> dict[str, Callable]:
     """Name → a call of one operation on the implementation it is given."""
-    from ftd.kernels.formats import FORMATS, expert_layout
+    from packed_weights import random_matrix, random_records
+
+    from ftd.kernels.formats import FORMATS
 
     torch.manual_seed(0)
     found: dict[str, Callable] = {}
@@ -58,13 +60,14 @@ def cases(act: torch.dtype) -> dict[str, Callable]:
         return lambda ops: ops.linear(x, w, out_dtype=torch.float32)
 
     def moe(T: int, H: int, I: int, E: int, K: int, weight: str) -> Callable:  # noqa: E741
-        layout = expert_layout(FORMATS[weight], H, I)
-        dtype = FORMATS[weight].dtype
-        records = (torch.randn(E, layout.record_bytes // dtype.itemsize) / H**0.5).to(dtype)
-        address = records.data_ptr() + torch.arange(E) * layout.record_bytes
+        layout, records, address = random_records(weight, H, I, E)
         x, weights = torch.randn(T, H).to(act), torch.rand(T, K)
         ids = torch.stack([torch.randperm(E)[:K] for _ in range(T)]).to(torch.int32)
         return lambda ops, _keep=records: ops.moe(x, ids, weights, address, layout)
+
+    def packed(T: int, O: int, K: int, name: str) -> Callable:  # noqa: E741
+        x, (matrix, _) = torch.randn(T, K).to(act), random_matrix(name, O, K)
+        return lambda ops: ops.linear(x, matrix, out_dtype=torch.float32)
 
     def attention(T: int, N: int, NKV: int, D: int, context: int, window: int | None) -> Callable:
         k, v = torch.randn(2, context // 16, 16, NKV, D).to(act)
@@ -77,9 +80,12 @@ def cases(act: torch.dtype) -> dict[str, Callable]:
         name = str(weight).removeprefix("torch.")
         for T, O, K in ((1, 2048, 2048), (1, 17, 2880), (7, 33, 200), (64, 512, 768)):  # noqa: E741
             found[f"linear {T}x{O}x{K} {name}"] = linear(T, O, K, weight)
-    for T, H, I, E, K in ((1, 2048, 768, 8, 8), (5, 96, 200, 4, 2), (64, 256, 128, 4, 4)):  # noqa: E741
-        for weight in ("bf16", "f32"):
+    for T, H, I, E, K in ((1, 2048, 768, 8, 8), (5, 96, 224, 4, 2), (64, 256, 128, 4, 4)):  # noqa: E741
+        for weight in FORMATS:
             found[f"moe {T}x{H}x{I} of {E} {weight}"] = moe(T, H, I, E, K, weight)
+    for name in (row.name for row in FORMATS.values() if row.scaled):
+        for T, O, K in ((1, 2048, 2048), (3, 17, 2880), (9, 260, 4320)):  # noqa: E741
+            found[f"linear {T}x{O}x{K} {name}"] = packed(T, O, K, name)
     found["attention decode 4096"] = attention(1, 32, 4, 128, 4096, None)
     found["attention prefill 64"] = attention(64, 8, 2, 80, 512, None)
     found["attention window 100"] = attention(33, 6, 2, 64, 512, 100)
@@ -135,7 +141,7 @@ def run_tests(library: Path) -> bool:
 
     ftd.__path__.insert(0, str(library.parent))  # where native looks for the library
     tests = sorted((ROOT / "tests/kernels").glob("test_cpu_*.py"))
-    tests.append(ROOT / "tests/kernels/test_native_ops.py")
+    tests += sorted((ROOT / "tests/kernels").glob("test_native_*.py"))
     options = ["-q", "--noconftest", "-p", "no:cacheprovider", "-W", "ignore"]
     return pytest.main([*options, "--rootdir", str(ROOT), *map(str, tests)]) == 0
 

@@ -108,3 +108,12 @@ def random_expert(
             matrices.append(torch.randn(m.rows) * 0.1)
             put(record, m.bias_offset, matrices[-1])
     return layout, record, matrices
+
+
+def random_records(
+    name: str, hidden: int, inner: int, count: int, *, down: str | None = None, bias: bool = False
+) -> tuple[ExpertLayout, torch.Tensor, torch.Tensor]:
+    """Layout, records of so many experts, and their addresses."""
+    experts = [random_expert(name, hidden, inner, down, bias)[:2] for _ in range(count)]
+    layout, records = experts[0][0], torch.stack([record for _, record in experts])
+    return layout, records, records.data_ptr() + torch.arange(count) * layout.record_bytes

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from packed_weights import fill, random_expert, random_matrix
+from packed_weights import random_expert, random_matrix, random_records
 
 from ftd.kernels.activation import GPT_OSS, SILU, Activation
 from ftd.kernels.cpu import native
 from ftd.kernels.cpu.native import Library, NativeOps
 from ftd.kernels.decode import decode
-from ftd.kernels.formats import ExpertLayout, scaled_formats
+from ftd.kernels.formats import scaled_formats
 from ftd.kernels.reference import TorchOps
 
 reason = native.unavailable_reason()
@@ -42,17 +42,6 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, act: torch.dtype) -> Non
     share = 3e-6 if act == torch.float32 else 1e-2
     assert got.dtype == want.dtype
     assert (got - want).abs().max() <= share * want.abs().max()
-
-
-def experts(
-    layout: ExpertLayout, record: torch.Tensor, count: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """So many records of other random numbers, and their addresses."""
-    records = record.repeat(count, 1)
-    for expert in records:
-        for matrix in layout.matrices.values():
-            fill(expert, matrix)
-    return records, records.data_ptr() + torch.arange(count) * layout.record_bytes
 
 
 def routes(tokens: int, per_token: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,8 +75,7 @@ def test_linear_matches_the_decoded_matrix(ops, name, act, T, rows, columns):
 )
 @pytest.mark.parametrize("bias", [False, True])
 def test_moe_matches_reference(ops, name, act, T, H, I, E, K, bias):  # noqa: E741
-    layout, record, _ = random_expert(name, H, I, bias=bias)
-    _records, address = experts(layout, record, E)
+    layout, _records, address = random_records(name, H, I, E, bias=bias)
     x = torch.randn(T, H).to(act)
     ids, weights = routes(T, K, E)
     activation = GPT_OSS if bias else SILU
@@ -96,8 +84,7 @@ def test_moe_matches_reference(ops, name, act, T, H, I, E, K, bias):  # noqa: E7
 
 
 def test_down_may_have_another_format(ops):
-    layout, record, _ = random_expert("mxfp4", 160, 96, down="fp8")
-    _records, address = experts(layout, record, 3)
+    layout, _records, address = random_records("mxfp4", 160, 96, 3, down="fp8")
     x, (ids, weights) = torch.randn(4, 160), routes(4, 2, 3)
     want = REFERENCE.moe(x, ids, weights, address, layout)
     assert_close(ops.moe(x, ids, weights, address, layout), want, torch.float32)
@@ -121,8 +108,7 @@ def test_biases_and_activations_of_plain_numbers(ops, stored, activation):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_moe_in_float32_does_not_depend_on_the_batch(ops, name):
-    layout, record, _ = random_expert(name, 192, 224)
-    _records, address = experts(layout, record, 5)
+    layout, _records, address = random_records(name, 192, 224, 5)
     x, (ids, weights) = torch.randn(40, 192), routes(40, 3, 5)
     together = ops.moe(x, ids, weights, address, layout)
     for T in (1, 2, 3, 4, 5, 7, 8, 9, 17):
