@@ -6,6 +6,7 @@ Results go to stdout, all else to stderr. Exit codes: 0 done, 1 refused, 2 usage
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,9 @@ from typing import Any, TypeVar
 import click
 import orjson
 
+from ftctl import launch as starting
 from ftctl import view
+from ftctl.agents import AGENTS
 from ftctl.live import Bar, Screen
 from ftd import __version__
 from ftd.config import default_socket
@@ -253,6 +256,33 @@ def stop(ctx: click.Context) -> None:
         result = client.call(p.Stop())
         client.wait_closed()
     _show(ctx, result, view.stopped)
+
+
+@main.command()
+@click.argument("client", type=click.Choice(sorted(AGENTS)))
+@click.argument("args", nargs=-1, metavar="[-- ARGS...]")
+@click.option("--api", type=click.Choice(["chat", "responses", "messages"]), help="API to use.")
+@click.option("--dry-run", is_flag=True, help="Show what would be written, set and run.")
+@_shared
+@click.pass_context
+def launch(ctx: click.Context, client: str, args: tuple[str, ...], api: Any, dry_run: bool) -> None:
+    """Start a coding agent that uses this ftd.
+
+    Adds ftd to the client's config (keeping a backup of it), tells it the model and its context,
+    and keeps keys of cloud services away from it. ARGS are the client's own.
+    """
+    server = starting.server_of(_call(ctx, p.Status()))
+    planned = starting.plan(AGENTS[client], api, server, args, os.environ)
+    if ctx.ensure_object(dict).get("json"):
+        click.echo(orjson.dumps(planned.facts()))  # the client's own output follows
+    elif dry_run:
+        click.echo("\n".join(planned.lines()))
+    if dry_run:
+        return
+    for line in starting.apply(planned):
+        click.echo(f"ftctl: {line}", err=True)
+    sys.stdout.flush()
+    starting.run(planned, os.environ)
 
 
 def _client(ctx: click.Context, silence_s: float) -> Client:

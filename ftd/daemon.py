@@ -72,6 +72,7 @@ class _Daemon:
 
     async def run(self) -> int:
         commands = LifecycleCommands(self._lifecycle, stop=self._end)
+        commands.api_key_file = self._config.api_key_file
         with self._signals():
             async with AsyncExitStack() as open_ends:
                 control = ControlServer(self._config.socket, commands)

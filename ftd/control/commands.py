@@ -30,6 +30,7 @@ class LifecycleCommands:
 
     def __init__(self, lifecycle: Lifecycle, *, stop: Callable[[], None]) -> None:
         self.http = ""  # the address listened on, once it is known
+        self.api_key_file: Path | None = None
         self._lifecycle = lifecycle
         self._stop = stop
         self._began_s = time.monotonic()
@@ -101,6 +102,7 @@ class LifecycleCommands:
             progress=self.progress() if lifecycle.progress else None,
             limits=model.limits if model else None,
             engine=engine if engine is None or with_requests else replace(engine, requests=()),
+            api_key_file=str(self.api_key_file.resolve()) if self.api_key_file else None,
         )
 
     def _health(self) -> p.HealthResult:

@@ -110,6 +110,7 @@ class StatusResult:
     progress: Progress | None = None
     limits: EngineLimits | None = None
     engine: EngineStatus | None = None
+    api_key_file: str | None = None  # where the keys stand that HTTP asks for; None: it asks none
 
 
 @dataclass(frozen=True, slots=True)

@@ -222,6 +222,12 @@ class TestCommands:
         assert (done.exit_code, done.stdout) == (1, "")
         assert said in done.stderr
 
+    def test_launch_refuses_a_context_that_is_too_small(self, path, ftctl):
+        with running(path):
+            done = ftctl("launch", "claude", "--dry-run", "--", "-p", "hi")
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert "20,392 tokens" in done.stderr and "a has 64" in done.stderr
+
     def test_stop_waits_for_the_end(self, path, ftctl):
         with running(path):
             assert ftctl("stop").stdout == f"ftd stopped (pid {os.getpid()})\n"
