@@ -71,6 +71,7 @@ def read_chat(fields: Fields, asked: Asked) -> Chat:
         one_call=not fields.flag("parallel_tool_calls", True),
         ignore_eos=fields.flag("ignore_eos"),
         stop_ids=read_stop_ids(fields, limits.vocab),
+        cache_key=fields.text("prompt_cache_key"),
     )
     stream = fields.flag("stream")
     return Chat(asked, job, stream, include_usage=read_include_usage(fields))

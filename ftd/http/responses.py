@@ -41,6 +41,7 @@ def read_responses(fields: Fields, asked: Asked) -> Responses:
         stops=StopSet([]),
         max_tokens=fields.whole("max_output_tokens", 1, MAX_TOKENS),
         one_call=one_call,
+        cache_key=fields.text("prompt_cache_key"),
     )
     stream, store = fields.flag("stream"), fields.flag("store", True)
     drawn = {"temperature": job.sampling.temperature, "top_p": job.sampling.top_p}

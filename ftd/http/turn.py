@@ -38,11 +38,13 @@ def turn_job(
     one_call: bool = False,
     ignore_eos: bool = False,
     stop_ids: frozenset[int] = frozenset(),
+    cache_key: str | None = None,
 ) -> Job:
     """What is returned can be submitted as it is.
 
     Args:
-        one_call: the answer ends with its first tool call.
+        one_call: the answer ends behind its first tool call.
+        cache_key: names the conversation, if no header does.
     Raises:
         RequestInvalid: the template refuses, or a schema or choice of tools cannot be kept to.
         ContextExceeded: the prompt is too long.
@@ -72,14 +74,14 @@ def turn_job(
         eos_ids=frozenset() if ignore_eos else text.eos_ids,
         stop_ids=stop_ids,
         constraint=constraint,
-        session=session_of(asked.headers),
+        session=session_of(asked.headers, cache_key),
     )
 
 
-def session_of(headers: Mapping[str, str]) -> str:
+def session_of(headers: Mapping[str, str], cache_key: str | None = None) -> str:
     """Whose conversation it is, as clients say it: a sub-agent's is one of its own."""
     found = (headers.get(name, "") for name in _SESSION_HEADERS)
-    session = next((value for value in found if value), "")
+    session = next((value for value in found if value), cache_key or "")
     agent = headers.get("x-claude-code-agent-id", "")
     return (f"{session}/{agent}" if agent else session)[:MAX_SESSION_CHARS]
 

@@ -269,3 +269,25 @@ async def test_tokens_are_counted_as_they_are_generated_from(front):
     _, counted = await front.post("/v1/messages/count_tokens", body)
     await conversation.post("/v1/messages", body, LAST)
     assert counted["input_tokens"] == len(front.engine.requests[-1].prompt_ids)
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields", "session"),
+    [
+        ({}, {}, ""),
+        ({"X-Claude-Code-Session-Id": "s1"}, {}, "s1"),
+        ({"X-Claude-Code-Session-Id": "s1", "x-claude-code-agent-id": "a2"}, {}, "s1/a2"),
+        ({"session-id": "s3"}, {"prompt_cache_key": "k"}, "s3"),
+        ({"x-session-id": "s4"}, {}, "s4"),
+        ({}, {"prompt_cache_key": "k"}, "k"),
+    ],
+)
+async def test_the_engine_is_told_whose_conversation_it_is(front, headers, fields, session):
+    front.script("go", "Gone.")
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "go"}]}),
+        ("/v1/responses", {"input": "go"}),
+    ):
+        status, _ = await front.post(path, {**body, **fields}, headers=headers)
+        assert status == 200
+        assert front.engine.requests[-1].session == session
