@@ -123,6 +123,10 @@ class EngineStatus:
     pages_held: int = 0  # by running requests or the prefix tree, each page counted once
     pages_cached: int = 0  # of the held ones, those only the prefix tree holds (evictable)
     page_tokens: int = 0
+    states_total: int = 0  # recurrent ones, of a model that has them
+    states_free: int = 0
+    states_held: int = 0
+    states_cached: int = 0  # of the held ones, those kept to resume from and in no use
     slots_total: int = 0
     slots_used: int = 0
     # counters

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ftd.model.step import StepInput
+from ftd.engine.recurrence import StateMoves
+from ftd.model.step import StateSpan, StepInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,7 @@ class Span:
     begin: int  # position of the first
     pages: Seq[int]  # page table of the sequence, long enough for begin + count
     logits: int  # how many of the last rows need logits: 0, 1, or all of them for prompt logprobs
+    states: StateMoves | None = None  # of a model with recurrent layers
 
     @property
     def count(self) -> int:
@@ -48,4 +50,15 @@ def pack(spans: Seq[Span], page_tokens: int) -> StepInput:
         place=torch.from_numpy(pages * page_tokens + position % page_tokens),
         page_table=torch.from_numpy(table),
         logit_rows=torch.from_numpy(np.concatenate(logit_rows).astype(np.int64)),
+        states=tuple(
+            _state_span(span.states, int(row), span.begin)
+            for span, row in zip(spans, ends - counts, strict=True)
+            if span.states
+        ),
     )
+
+
+def _state_span(moves: StateMoves, row: int, begin: int) -> StateSpan:
+    """From positions in a sequence to rows of the step."""
+    targets = tuple((row + position - begin, slot) for position, slot in moves.targets)
+    return StateSpan(row, moves.source, targets)

@@ -28,6 +28,7 @@ from ftd.engine.api import (
 )
 from ftd.engine.batch import Span
 from ftd.engine.meter import Meter
+from ftd.engine.recurrence import Recurrence
 from ftd.engine.runner import Runner, StepResult
 from ftd.engine.sampling import Draw, SamplingState, token_logprob
 from ftd.errors import ConstraintFailed, EngineFailed
@@ -37,7 +38,7 @@ from ftd.kv.anchor_book import AnchorBook
 from ftd.kv.anchors import Anchor, AnchorInfo, AnchorKind, Ended, Resumed
 from ftd.kv.cache import KvCache
 from ftd.kv.pages import PagePool
-from ftd.kv.prefix_tree import Part, PrefixTree
+from ftd.kv.prefix_tree import Part, PrefixTree, Reuse
 from ftd.kv.value import rank_of_pages
 from ftd.model.architecture import Experts, Model
 from ftd.schedule.policy import Limits, Run, SequenceView, StepPlan, next_in_line, plan_step
@@ -139,6 +140,7 @@ class EngineCore:
         self.pages = PagePool(kv.num_pages, kv.page_tokens)
         self.tree = PrefixTree(self.pages, rank_of_pages, clock)
         self.anchors = AnchorBook(self.tree)
+        self.recurrence = Recurrence(kv.states.num_slots if kv.states else 0, limits.max_running)
         self.rates = Rates()
         self.totals = Totals()
         self._waiting: dict[str, Answering] = {}  # in order of arrival
@@ -231,7 +233,7 @@ class EngineCore:
             for output in self.step():
                 if output.error:
                     raise output.error
-        self.tree.clear()
+        self._forget_all()
         self.totals = Totals()
         self._fault = fault
 
@@ -272,6 +274,8 @@ class EngineCore:
             result = self.runner.run(spans, sampling, self)
         except BaseException:
             self.experts.abandon_step()
+            for span in spans:
+                self.recurrence.abandon(span.states)
             raise
         finally:
             self._prefilling = frozenset()
@@ -327,8 +331,16 @@ class EngineCore:
         return sequence.view(self.pages.num_exclusive(sequence.pages))
 
     def _view_after_reuse(self, answering: Answering) -> SequenceView:
-        reuse = self.tree.peek(answering.sequence.ids, self._reusable(answering))
-        return answering.sequence.view_after(*reuse)
+        return answering.sequence.view_after(*self._known(answering)[0])
+
+    def _known(self, answering: Answering) -> tuple[Reuse, int | None, int]:
+        """What a sequence can begin with, the limit to match it with, and how far pages agree."""
+        ids, limit = answering.sequence.ids, self._reusable(answering)
+        known = self.tree.peek(ids, limit)
+        tokens = self.recurrence.within(ids, known.tokens)
+        if tokens == known.tokens:
+            return known, limit, known.tokens
+        return self.tree.peek(ids, tokens), tokens, known.tokens
 
     def _reusable(self, answering: Answering) -> int | None:
         return 0 if answering.wants_scores and not answering.announced else None
@@ -337,9 +349,11 @@ class EngineCore:
         for key in plan.preempt:
             self.preempt(key)
         parts: dict[str, Part] = {}
+        agreed: dict[str, int] = {}
         for key in plan.admit:
             answering = self._running[key] = self._waiting.pop(key)
-            match = self.tree.match(answering.sequence.ids, self._reusable(answering))
+            _, limit, agreed[key] = self._known(answering)
+            match = self.tree.match(answering.sequence.ids, limit)
             answering.sequence.start(match.pages, self.kv.page_tokens)
             answering.ended = match.ended
             if match.part:
@@ -356,7 +370,10 @@ class EngineCore:
         for key, part in parts.items():
             self._copy_part(self._running[key].sequence, part)
         for key in plan.admit:
-            self._count_reused(self._running[key].sequence)
+            sequence = self._running[key].sequence
+            if not self.recurrence.start(sequence, agreed[key]):
+                self.pages.release(sequence.leave())
+            self._count_reused(sequence)
 
     def _make_free(self, num_pages: int) -> None:
         if num_pages > self.pages.free:
@@ -417,7 +434,8 @@ class EngineCore:
             sequence.pages.extend(pages)
         last = int(end == len(sequence.ids))
         logits = tokens if self._scoring(sequence.key) else last
-        return Span(sequence.ids[begin:end], begin, sequence.pages, logits)
+        states = self.recurrence.step(sequence, tokens)
+        return Span(sequence.ids[begin:end], begin, sequence.pages, logits, states)
 
     def _span_ahead(self, answering: Answering) -> Span:
         """The token that the running step is about to bring, with a page for its keys."""
@@ -439,11 +457,13 @@ class EngineCore:
             sequence = answering.sequence
             if not self._is_live(answering):
                 drawing.append(answering)  # of a step launched ahead: its token is surplus
+                self.recurrence.abandon(span.states)
                 continue
             if self._scoring(sequence.key):
                 self._score(answering, span, step.result.logits()[row : row + span.logits])
             row += span.logits
             sequence.computed += tokens
+            self.recurrence.commit(sequence, span.states)
             sequence.passed_over = 0
             if tokens > 1:
                 self._keep(sequence)
@@ -471,8 +491,9 @@ class EngineCore:
             if isinstance(draw, ConstraintFailed):
                 self._give_back(sequence)  # what is computed is sound
             else:
+                self.recurrence.leave(sequence, keep=False)
                 self.pages.release(sequence.leave())
-                self.tree.clear()  # its earlier chunks are in there, and their KV may be damaged
+                self._forget_all()  # its earlier chunks are in there, and may be damaged
             self.totals.failed += 1
             return Output(request.request_id, finish=Finish.ERROR, error=draw)
         sequence.ids.append(draw.token)
@@ -529,7 +550,13 @@ class EngineCore:
         self.tree.insert(ids, sequence.pages, ends=True, chance=chance)
         turn = [Anchor(sequence.computed, AnchorKind.TURN)] if answered and ids else []
         self._note_anchors(sequence, [*sequence.request.anchors, *turn])
+        self.recurrence.leave(sequence)
         self.pages.release(sequence.leave())
+
+    def _forget_all(self) -> None:
+        """Nothing that was computed before is used by a later request."""
+        self.tree.clear()
+        self.recurrence.clear()
 
     # ---- figures
 
@@ -574,6 +601,10 @@ class EngineCore:
             pages_held=self.pages.held,
             pages_cached=self.pages.idle,
             page_tokens=self.kv.page_tokens,
+            states_total=self.recurrence.pool.num_slots,
+            states_free=self.recurrence.pool.free,
+            states_held=self.recurrence.pool.held,
+            states_cached=self.recurrence.store.idle,
             slots_total=counters.slots_total,
             slots_used=counters.slots_used,
             steps=totals.steps,

@@ -39,6 +39,7 @@ from ftd.kernels.formats import ExpertLayout, Matrix
 from ftd.kernels.ops import Ops
 from ftd.kernels.reference import TorchOps
 from ftd.kv.cache import KvCache
+from ftd.kv.state_cache import StateCache
 from ftd.memory.machine import Machine, own_bytes, read_machine
 from ftd.memory.plan import MemoryPlan, act_dtype, plan_memory
 from ftd.model.architecture import Architecture, Model
@@ -122,7 +123,9 @@ def replanner(prepared: Prepared) -> Callable[[Config], MemoryPlan]:
         free += held_bytes(torch.device("cuda", gpu.index))
         gpu = replace(gpu, free_bytes=free)
     spec, layout = prepared.spec, prepared.layout
-    return lambda config: plan_memory(spec, layout, plan.dense_bytes, config, machine, gpu)
+    return lambda config: plan_memory(
+        spec, layout, plan.dense_bytes, config, machine, gpu, plan.num_states
+    )
 
 
 def load_engine(
@@ -241,6 +244,9 @@ def _on_cpu(
     most_pages = prepared.machine.total_bytes * plan.num_pages // plan.kv_bytes
     kv = KvCache(spec, plan.num_pages, plan.page_tokens, dtype, max(plan.num_pages, most_pages))
     undo.callback(kv.close)
+    if plan.num_states:
+        kv.states = StateCache(spec, plan.num_states, dtype)
+        undo.callback(kv.states.close)
     experts = ExpertRuntime(spec, prepared.layout, pool, ops, plan.num_slots)
     undo.callback(experts.close)
     _calibrate(ops, pool, prepared, dtype)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 
+LIVE_STATES = 2  # of a running sequence: the one it is at, and the one that a step writes
 _BLOCK_TOKENS = 2048  # compared at once: copies stay in the fastest cache
 
 

@@ -16,9 +16,11 @@ from typing import Literal, NoReturn
 from ftd.config import Config, flag
 from ftd.errors import BudgetExceeded, ConfigError
 from ftd.kernels.formats import ExpertLayout
+from ftd.kv.state_cache import slot_bytes
+from ftd.kv.states import LIVE_STATES
 from ftd.memory import vram
 from ftd.memory.machine import Gpu, Machine
-from ftd.model.spec import DenseSpec, ModelSpec, MoeSpec
+from ftd.model.spec import AttentionSpec, DeltaSpec, DenseSpec, ModelSpec, MoeSpec
 from ftd.units import MiB, format_bytes, format_count
 
 PAGE_TOKENS = 16  # small enough to share prefixes well, large enough to read in one go
@@ -26,6 +28,8 @@ MIN_CONTEXT_TOKENS = 64  # less than a chat template and a short answer is no se
 PREFILL_CHUNK_TOKENS = 256  # a longer one gains little on a CPU and makes others wait
 MODERATE_TOKENS = 16384  # what one sequence of an agent often needs; times --max-running
 KV_SHARE = 0.5  # of the free memory, at most, for a KV pool that nobody sized
+KEPT_STATES = 16  # for each running sequence, to resume from: some conversations' borders
+KEPT_STATES_SHARE = 0.25  # of the free memory, at most, for those
 HEADROOM_BYTES = 256 * MiB  # interpreter, libraries, requests and answers as text
 HEADROOM_SHARE = 0.02  # of the weights: page tables, and what allocators keep
 
@@ -48,6 +52,8 @@ class MemoryPlan:
     slots_bytes: int
     available_bytes: int
     limited_by: str
+    num_states: int = 0  # recurrent ones, of a model that has them
+    states_bytes: int = 0
     vram: vram.VramPlan | None = None  # None: the CPU device
 
     @property
@@ -69,6 +75,7 @@ class MemoryPlan:
             ("dense weights", self.dense_bytes, "attention, norms, routers, embedding, head"),
             ("host pool", self.pool_bytes, f"{format_count(self.num_experts)} experts"),
             ("workspace", self.workspace_bytes, f"chunks of {self.prefill_chunk} tokens"),
+            *self._state_rows(),
             ("KV pool", self.kv_bytes, self._kv_note()),
             ("expert slots", self.slots_bytes, slots if self.num_slots else "off"),
             ("headroom", self.headroom_bytes, "interpreter, libraries, requests"),
@@ -109,6 +116,13 @@ class MemoryPlan:
             return self._rows()
         return self.vram.rows(self._kv_note(), vram.notes(self.num_slots, self.num_experts))
 
+    def _state_rows(self) -> list[tuple[str, int, str]]:
+        if not self.num_states:
+            return []
+        each = format_bytes(self.states_bytes // self.num_states)
+        note = f"{format_count(self.num_states)} of {each}: of sequences, and to resume from"
+        return [("states", self.states_bytes, note)]
+
     def _kv_note(self) -> str:
         return (
             f"{format_count(self.kv_tokens)} tokens in {format_count(self.num_pages)} pages, "
@@ -148,18 +162,20 @@ def plan_memory(
     config: Config,
     machine: Machine,
     gpu: Gpu | None = None,
+    num_states: int | None = None,
 ) -> MemoryPlan:
     """Divide the available memory, and the GPU's where one computes.
 
     Args:
         dense_bytes: of all weights that are no routed expert's, as stored.
+        num_states: recurrent states that are there already; None: to be chosen.
         config: dtype, context, kv_tokens, vram, expert_slots, prefill_chunk, max_running are read.
     Raises:
         BudgetExceeded: it does not fit; the hint has the setting to change and to what.
         ConfigError: a number that this model cannot have, whatever the memory.
     """
     needs = _Needs.of(spec, layout, dense_bytes, config, gpu)
-    return _Planner(needs, config, machine, gpu).plan()
+    return _Planner(needs, config, machine, gpu, num_states).plan()
 
 
 def act_dtype(config: Config, spec: ModelSpec) -> Literal["bfloat16", "float32"]:
@@ -182,6 +198,8 @@ class _Needs:
     pool_bytes: int
     workspace_bytes: int
     headroom_bytes: int
+    state_bytes: int  # of one sequence's recurrent state
+    live_states: int  # that running sequences need at most
 
     @staticmethod
     def of(
@@ -207,11 +225,15 @@ class _Needs:
                 spec, layout, rows=chunk + config.max_running, sampled=config.max_running
             ),
             headroom_bytes=HEADROOM_BYTES + int(HEADROOM_SHARE * (dense_bytes + pool_bytes)),
+            state_bytes=slot_bytes(spec, act_bytes),
+            live_states=LIVE_STATES * config.max_running if spec.delta_layers else 0,
         )
 
     @property
     def fixed_bytes(self) -> int:
-        return self.dense_bytes + self.pool_bytes + self.workspace_bytes + self.headroom_bytes
+        weights = self.dense_bytes + self.pool_bytes
+        states = self.live_states * self.state_bytes
+        return weights + self.workspace_bytes + self.headroom_bytes + states
 
     @property
     def least_kv_bytes(self) -> int:
@@ -220,16 +242,25 @@ class _Needs:
 
 class _Planner:
     def __init__(
-        self, needs: _Needs, config: Config, machine: Machine, gpu: Gpu | None = None
+        self,
+        needs: _Needs,
+        config: Config,
+        machine: Machine,
+        gpu: Gpu | None = None,
+        num_states: int | None = None,
     ) -> None:
         self.needs, self.config, self.machine, self.gpu = needs, config, machine, gpu
+        self.num_states = num_states
 
     def plan(self) -> MemoryPlan:
         self._refuse_impossible()
         needs, config = self.needs, self.config
         if self.gpu:
             return self._plan_gpu(self.gpu)
-        budget = self._budget(self._free_beside_weights())
+        free = self._free_beside_weights()
+        kept = self._kept_states(free)
+        states = needs.live_states + kept
+        budget = self._budget(free - kept * needs.state_bytes)
         pages = self._pages(budget)
         kv_bytes = pages * needs.page_bytes
         slots = self._slots(budget - kv_bytes)
@@ -250,7 +281,19 @@ class _Planner:
             slots_bytes=slots * needs.record_bytes,
             available_bytes=self.machine.available_bytes,
             limited_by=self.machine.limited_by,
+            num_states=states,
+            states_bytes=states * needs.state_bytes,
         )
+
+    def _kept_states(self, free: int) -> int:
+        """Recurrent states to resume from. Not part of the budget, which may change later."""
+        needs = self.needs
+        if not needs.state_bytes:
+            return 0
+        if self.num_states is not None:
+            return self.num_states - needs.live_states
+        room = min(KEPT_STATES_SHARE * free, free - needs.least_kv_bytes)
+        return min(KEPT_STATES * self.config.max_running, int(room) // needs.state_bytes)
 
     def _plan_gpu(self, gpu: Gpu) -> MemoryPlan:
         """The host keeps the pool; everything else lies on the GPU."""
@@ -336,8 +379,14 @@ class _Planner:
                 f"({format_bytes(weights)} of weights), "
                 f"{format_bytes(available)} is available, limited by {self.machine.limited_by}",
                 hint=f"free or add {format_bytes(least - available)}, raise the memory limit of "
-                f"ftd so that {least} bytes are available, or serve a smaller model",
+                f"ftd so that {least} bytes are available{self._fewer_states()}, or serve a "
+                "smaller model",
             )
+
+    def _fewer_states(self) -> str:
+        """What to change where much of the memory is for states of running sequences."""
+        states = self.needs.live_states * self.needs.state_bytes
+        return f", lower {flag('max_running')}: {format_bytes(states)} are for it" if states else ""
 
     def _budget(self, free: int) -> int:
         """Bytes for KV and slots."""
@@ -412,16 +461,24 @@ def workspace_bytes(spec: ModelSpec, layout: ExpertLayout, *, rows: int, sampled
     """
     widest = 0
     for layer in spec.layers:
-        a, mlp = layer.attention, layer.mlp
-        attention = (2 * a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+        mlp = layer.mlp
         inner = 3 * mlp.inner * (1 if isinstance(mlp, DenseSpec) else mlp.experts_per_token)
         router = 0 if isinstance(mlp, DenseSpec) else 3 * mlp.num_experts
-        widest = max(widest, attention, inner + router)
+        widest = max(widest, _mixer_width(layer.mixer), inner + router)
     # residual, its norm, and a layer's result stay while the widest part is computed
     layers = rows * (4 * spec.hidden + widest) * 4
     logits = sampled * spec.vocab * 4 * 3  # as computed, with penalties, as probabilities
     upcast = 3 * layout.hidden * layout.inner * 4  # the torch path widens one expert at a time
     return layers + logits + upcast
+
+
+def _mixer_width(mixer: AttentionSpec | DeltaSpec) -> int:
+    """Numbers that a row's mixer has at once."""
+    if isinstance(mixer, DeltaSpec):
+        heads = mixer.num_value_heads * (2 * mixer.key_dim + 4 * mixer.value_dim)
+        return 6 * mixer.channels + heads  # two of the convolution's in float64
+    gate = 5 if mixer.gated else 0  # beside q, in float64 on the way
+    return ((2 + gate) * mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim
 
 
 def _pages_for(tokens: int) -> int:

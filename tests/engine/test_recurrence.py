@@ -1,0 +1,222 @@
+"""The numerics contract for models with recurrent states, and the accounts of their slots."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from driving import Answer, answer_all, engine_core, request
+
+from ftd.engine.api import Anchor, EngineRequest, Sampling
+from ftd.engine.recurrence import GRID_TOKENS, Recurrence, borders
+from ftd.kv.states import LIVE_STATES
+from ftd.schedule.sequence import Sequence
+
+ORACLES = Path(__file__).parents[1] / "data" / "oracles"
+VOCAB = 500  # ids below the special ones
+ROLE = "role"
+
+
+def requests() -> list[EngineRequest]:
+    """Prompts of uneven lengths, some with a beginning in common; half greedy, half drawn."""
+    rng = random.Random(7)
+    shared = [rng.randrange(VOCAB) for _ in range(70)]
+    made = []
+    for i, (head, tail) in enumerate([(0, 1), (0, 16), (0, 70), (70, 3), (33, 20), (70, 40)]):
+        prompt = shared[:head] + [rng.randrange(VOCAB) for _ in range(tail)]
+        sampling = Sampling(temperature=0.0)
+        if i % 2:
+            sampling = Sampling(temperature=0.9, top_p=0.95, seed=i, logprobs=2)
+        anchors = (Anchor(21, ROLE),) if len(prompt) > 30 else ()
+        made.append(request(f"r{i}", prompt, 5 + 4 * i, sampling=sampling, anchors=anchors))
+    return made
+
+
+def comparable(answers: dict[str, Answer]) -> dict[str, tuple]:
+    return {n: (a.tokens, a.logprobs, a.finish, a.error) for n, a in answers.items()}
+
+
+@contextmanager
+def recurrent_core(model: Path, kept: int | None = None, **settings):
+    """A core of one thread; ``kept`` states to resume from instead of the plan's number."""
+    settings = {"cpu_threads": 1, "max_running": 4, **settings}
+    with engine_core(model, **settings) as core:
+        if kept is not None:
+            live = LIVE_STATES * int(settings["max_running"])
+            core.recurrence = Recurrence(live + kept, int(settings["max_running"]))
+        yield core
+        check_states_at_rest(core)
+
+
+def check_states_at_rest(core) -> None:
+    status = core.status()
+    assert status.states_total > 0
+    assert status.states_free + status.states_held == status.states_total
+    assert status.states_held == status.states_cached == len(core.recurrence.store)
+
+
+@pytest.fixture(scope="module", params=["qwen3_next", "qwen3_5_moe"])
+def model(request) -> Path:
+    return ORACLES / request.param
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path) -> dict[str, tuple]:
+    """Each request by itself, with nothing to resume from."""
+    found: dict[str, tuple] = {}
+    with recurrent_core(model, kept=0, max_running=1, prefill_chunk=256) as core:
+        for one in requests():
+            answers = answer_all(core, [one])
+            assert answers[one.request_id].reused == 0
+            found |= comparable(answers)
+    return found
+
+
+@pytest.mark.parametrize(("max_running", "chunk"), [(2, 1), (3, 7), (8, 16), (5, 50)])
+def test_batches_and_chunks(model, alone, max_running, chunk):
+    with recurrent_core(model, max_running=max_running, prefill_chunk=chunk) as core:
+        assert comparable(answer_all(core, requests())) == alone
+
+
+@pytest.mark.parametrize("slots", [1, 5, 12])
+def test_slots_of_experts(model, alone, slots):
+    with recurrent_core(model, expert_slots=slots) as core:
+        for _ in range(2):
+            assert comparable(answer_all(core, requests())) == alone
+
+
+def test_a_prompt_said_again_computes_its_last_token_only(model, alone):
+    with recurrent_core(model) as core:
+        answer_all(core, requests())
+        again = answer_all(core, requests())
+    assert comparable(again) == alone
+    for one in requests():
+        assert again[one.request_id].reused == len(one.prompt_ids) - 1
+
+
+def test_conversations_go_on_from_where_they_ended_or_parted(model):
+    rng = random.Random(3)
+    first = [rng.randrange(VOCAB) for _ in range(40)]
+    with recurrent_core(model) as core:
+        answer = answer_all(core, [request("a", first, 20)])["a"].tokens
+        turn = [*first, *answer, *(rng.randrange(VOCAB) for _ in range(9))]
+        edited = [*first[:25], *(rng.randrange(VOCAB) for _ in range(30))]
+        answers = {}
+        for name, prompt in {"turn": turn, "edit": edited}.items():
+            answers |= answer_all(core, [request(name, prompt, 8)])
+        assert answers["turn"].reused == len(first) + len(answer) - 1
+        assert answers["edit"].reused == 0  # no border before the edit
+        marked = request("fork", [*first[:25], 2, 3], 8)
+        answers |= answer_all(core, [marked])
+        assert answers["fork"].reused == 25  # where the edit parted from the first
+    with recurrent_core(model, kept=0) as core:
+        for name, prompt in {"turn": turn, "edit": edited, "fork": marked.prompt_ids}.items():
+            cold = answer_all(core, [request(name, prompt, 8)])[name]
+            assert cold.tokens == answers[name].tokens and cold.reused == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_few_pages_and_few_states_evict_and_preempt(model, alone, seed):
+    rng = random.Random(seed)
+    arrive = {one.request_id: rng.randrange(20) for one in requests()}
+    settings = {"num_pages": rng.choice([10, 13]), "prefill_chunk": 24, "max_running": 6}
+    with recurrent_core(model, kept=rng.choice([1, 3, 8]), **settings) as core:
+        for _ in range(2):
+            assert comparable(answer_all(core, requests(), arrive=arrive)) == alone
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_clients_that_leave_free_their_states(model, alone, seed):
+    rng = random.Random(seed)
+    names = [one.request_id for one in requests()]
+    arrive = {name: rng.randrange(10) for name in names}
+    leave = {name: arrive[name] + rng.randrange(6) for name in rng.sample(names, 3)}
+    with recurrent_core(model, kept=6, prefill_chunk=16) as core:
+        answers = answer_all(core, requests(), arrive=arrive, leave=leave)
+        check_states_at_rest(core)
+    for name, answer in answers.items():
+        if name not in leave or answer.finish is not None:
+            assert comparable({name: answer})[name] == alone[name]
+        else:
+            assert answer.tokens == alone[name][0][: len(answer.tokens)]
+
+
+def test_an_interrupted_step_changes_no_state(model, alone):
+    class Stop(Exception):
+        pass
+
+    def interrupt():
+        if rng.random() < 0.2:
+            raise Stop
+
+    rng = random.Random(5)
+    with recurrent_core(model, prefill_chunk=20) as core:
+        core.beat = interrupt
+        answers = {one.request_id: Answer() for one in requests()}
+        for one in requests():
+            core.add(one)
+        while core.has_work():
+            try:
+                outputs = core.step()
+            except Stop:
+                continue
+            for output in outputs:
+                answers[output.request_id].take(output)
+    assert comparable(answers) == alone
+
+
+def test_without_the_page_that_a_state_lies_in_a_sequence_starts_over(model, alone):
+    one = next(r for r in requests() if len(r.prompt_ids) == 70)
+    with recurrent_core(model) as core:
+        answer_all(core, [one])
+        match = core.tree.match
+
+        def whole_pages(*arguments):  # as when no page is free to copy into
+            found = match(*arguments)
+            core.pages.release((found.part.page,))
+            return found._replace(part=None)
+
+        core.tree.match = whole_pages
+        answers = answer_all(core, [one])
+    assert answers[one.request_id].reused == 0
+    assert comparable(answers) == {one.request_id: alone[one.request_id]}
+
+
+class TestBorders:
+    def sequence(self, tokens: int, computed: int = 0, anchors: tuple[int, ...] = ()) -> Sequence:
+        marks = tuple(Anchor(position, ROLE) for position in anchors)
+        made = Sequence(request("s", range(tokens), anchors=marks), 1)
+        made.computed = computed
+        return made
+
+    def test_the_last_token_a_prompt_may_reuse_is_one(self):
+        assert borders(self.sequence(100), 100, 0) == [99]
+
+    def test_anchors_forks_and_a_grid_are(self):
+        sequence = self.sequence(1000, 200, (100, 300, 700))
+        assert borders(sequence, 800, 555) == [GRID_TOKENS, 300, 2 * GRID_TOKENS, 555, 700, 768]
+        assert borders(sequence, 256, 555) == [256]
+
+    def test_what_is_computed_and_what_was_generated_are_not(self):
+        sequence = self.sequence(300, 256)
+        sequence.ids.extend(array("i", range(500)))
+        assert borders(sequence, 800, 400) == [299]
+
+
+def test_slots_suffice_for_every_sequence_however_many_are_kept():
+    recurrence = Recurrence(LIVE_STATES * 2 + 1, 2)
+    sequences = [Sequence(request(str(i), range(2000 + i)), i) for i in range(2)]
+    for sequence in sequences:
+        assert recurrence.start(sequence, 0)
+    while sequences[0].computed < 2000:
+        moves = [recurrence.step(sequence, 250) for sequence in sequences]
+        for sequence, move in zip(sequences, moves, strict=True):
+            sequence.computed += 250
+            recurrence.commit(sequence, move)
+        assert len(recurrence.store) <= 1
+    for sequence in sequences:
+        recurrence.leave(sequence)
+    assert recurrence.pool.held == len(recurrence.store) == 1

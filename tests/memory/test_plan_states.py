@@ -1,0 +1,107 @@
+"""Recurrent states in the memory plan: a fixed number of bytes for each sequence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ftd.config import Config
+from ftd.errors import BudgetExceeded, UnsupportedModel
+from ftd.kernels.formats import FORMATS, expert_layout
+from ftd.kv.state_cache import StateCache, slot_bytes
+from ftd.memory.machine import Machine
+from ftd.memory.plan import KEPT_STATES, MemoryPlan, plan_memory
+from ftd.model.qwen3_5_moe import Qwen3_5Moe
+from ftd.units import GiB
+
+TINY = Path(__file__).parents[1] / "data" / "oracles" / "qwen3_5_moe" / "config.json"
+# as published; card 5.3 of the project's notes on models
+QWEN_35B = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 10,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "vocab_size": 248320,
+    "max_position_embeddings": 262144,
+}
+DENSE = 5 * GiB
+STATE = 30 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)  # 61.4 MiB
+
+
+def spec():
+    config = json.loads(TINY.read_text())
+    return Qwen3_5Moe().spec(config | {"text_config": config["text_config"] | QWEN_35B})
+
+
+def plan(available: int, num_states: int | None = None, **settings) -> MemoryPlan:
+    layout = expert_layout(FORMATS["bf16"], 2048, 512)
+    machine = Machine(16, available, available, "the machine", (0,), "madvise")
+    config = Config(**settings)
+    return plan_memory(spec(), layout, DENSE, config, machine, num_states=num_states)
+
+
+def test_keys_and_values_are_of_the_layers_that_attend():
+    assert spec().kv_bytes_per_token == 10 * 2 * 2 * 256 * 2
+
+
+def test_a_sequence_has_a_state_of_fixed_size_whatever_its_length():
+    assert slot_bytes(spec(), 2) == STATE
+    for context in (1024, 262144):
+        p = plan(128 * GiB, context=context)
+        assert p.num_states == (2 + KEPT_STATES) * 8
+        assert p.states_bytes == p.num_states * STATE
+        assert p.total_bytes <= p.available_bytes
+    assert ("states", p.states_bytes) in [(name, size) for name, size, _ in p.device_rows()]
+
+
+def test_states_to_resume_from_take_a_share_and_those_of_sequences_come_first():
+    least = plan(128 * GiB).pool_bytes + DENSE + 4 * GiB
+    p = plan(least, max_running=4)
+    assert 2 * 4 < p.num_states < (2 + KEPT_STATES) * 4
+    with pytest.raises(BudgetExceeded, match=r"needs .* is available") as refused:
+        plan(least, max_running=64)
+    assert "--max-running" in refused.value.hint
+    assert plan(least, max_running=1).num_states >= 2
+
+
+def test_a_later_plan_leaves_states_as_they_are():
+    p = plan(128 * GiB)
+    again = plan(96 * GiB, p.num_states)
+    assert (again.num_states, again.states_bytes) == (p.num_states, p.states_bytes)
+
+
+def test_the_cache_takes_what_was_planned():
+    cache = StateCache(spec(), 3, torch.bfloat16)
+    assert cache.slot_bytes == STATE
+    assert [t.shape for t in (cache.recurrent[29], cache.tail[29])] == [
+        (3, 32, 128, 128),
+        (3, 3, 8192),
+    ]
+    cache.recurrent[29][1] = 1.0
+    cache.tail[0][1] = 2.0
+    assert not cache.slot(0).any() and not cache.slot(2).any()
+    copy = cache.slot(1).clone()
+    cache.slot(2)[:] = copy
+    assert (cache.recurrent[29][2] == 1.0).all() and (cache.tail[0][2] == 2.0).all()
+    cache.close()
+
+
+def test_the_gpu_refuses_recurrent_layers():
+    from ftd.cuda.support import refuse_unsupported
+
+    with pytest.raises(UnsupportedModel, match="recurrent state") as refused:
+        refuse_unsupported(spec(), expert_layout(FORMATS["bf16"], 2048, 512), [])
+    assert "--device cpu" in refused.value.hint
