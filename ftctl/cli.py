@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from ftctl import launch as starting
 from ftctl import view
 from ftctl.agents import AGENTS
 from ftctl.live import Bar, Screen
+from ftctl.trace import save_trace
 from ftd import __version__
 from ftd.config import default_socket
 from ftd.control import protocol as p
@@ -34,6 +36,7 @@ from ftd.units import parse_duration
 
 EXIT_CODES: dict[type[ControlError], int] = {Refused: 1, NotRunning: 3, TimedOut: 4}
 NOT_READY = 1  # of ftctl health
+TRACE_S = 60.0
 
 R = TypeVar("R")
 
@@ -180,6 +183,28 @@ def cancel(ctx: click.Context, request_id: str) -> None:
 def experts(ctx: click.Context) -> None:
     """Experts in slots, hits and misses."""
     _show(ctx, _call(ctx, p.Experts()), view.experts)
+
+
+@main.command()
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.npy")
+@click.option("--tokens", type=click.IntRange(1), default=4096, show_default=True)
+@_shared
+@click.pass_context
+def trace(ctx: click.Context, file: Path, tokens: int) -> None:
+    """Record which experts the router chooses.
+
+    Waits until requests have brought so many tokens, at most 60 s (--timeout), and writes
+    [tokens, layers, experts per token] for tools/simulate.py.
+    """
+    if not os.access(file.parent, os.W_OK):
+        raise click.BadParameter(f"cannot write into {file.parent.absolute()}", param_hint="FILE")
+    command = p.Trace(tokens, _timeout(ctx, TRACE_S))
+    result = _call_long(ctx, command, "the recording")
+    try:
+        save_trace(file, result)
+    except OSError as error:
+        raise click.FileError(str(file), error.strerror) from None
+    _show(ctx, replace(result, data=""), lambda r, paint: view.traced(r, file, paint))
 
 
 @main.command()

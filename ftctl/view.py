@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TextIO
 
 from ftd.control import protocol as p
@@ -188,6 +189,11 @@ def _change(name: str, before: int, after: int) -> str:
     if before == after:
         return f"{name} {format_count(after)} as before"
     return f"{name} {format_count(before)} -> {format_count(after)}"
+
+
+def traced(result: p.TraceResult, file: Path, paint: Paint) -> list[str]:
+    size = f"{result.layers} layers, {result.experts_per_token} experts each"
+    return [f"{format_count(result.tokens)} tokens of {result.model} ({size}) in {file}"]
 
 
 def drained(result: p.DrainResult, paint: Paint) -> list[str]:

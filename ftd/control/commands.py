@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -15,6 +16,7 @@ from ftd.config import flag, settings
 from ftd.control import protocol as p
 from ftd.errors import ConfigError, NotReady, RequestInvalid
 from ftd.lifecycle import Lifecycle
+from ftd.lifecycle.routing import record_routing
 from ftd.lifecycle.served import How
 from ftd.memory.change import Change
 
@@ -34,6 +36,7 @@ class LifecycleCommands:
         self._lifecycle = lifecycle
         self._stop = stop
         self._began_s = time.monotonic()
+        self._recorded: tuple[int, int] | None = None  # bytes, of a trace under way
 
     async def run(self, command: p.Command[Any]) -> Any:
         """Raises FtdError: the command is refused, and nothing has changed unless it says so."""
@@ -56,6 +59,8 @@ class LifecycleCommands:
                 return await self._budget(command)
             case p.Drain(timeout_s):
                 return await self._drain(timeout_s)
+            case p.Trace(tokens, timeout_s):
+                return await self._trace(tokens, self._bounded_s(timeout_s))
             case p.Stop():
                 self._stop()
                 return p.StopResult(os.getpid())
@@ -76,10 +81,14 @@ class LifecycleCommands:
     def progress(self) -> p.Progress:
         progress, model = self._lifecycle.progress, self._lifecycle.model
         engine = model.engine.status() if model else None
+        phase = str(progress.phase if progress else self._lifecycle.state)
+        done, total = (progress.done_bytes, progress.total_bytes) if progress else (0, 0)
+        if self._recorded and not progress:
+            phase, (done, total) = "recording the routing", self._recorded
         return p.Progress(
-            phase=str(progress.phase if progress else self._lifecycle.state),
-            done_bytes=progress.done_bytes if progress else 0,
-            total_bytes=progress.total_bytes if progress else 0,
+            phase=phase,
+            done_bytes=done,
+            total_bytes=total,
             running=engine.running if engine else 0,
             waiting=engine.waiting if engine else 0,
         )
@@ -177,9 +186,25 @@ class LifecycleCommands:
         model = self._lifecycle.model
         return p.DrainResult(model.name if model else "", round(time.monotonic() - began_s, 3))
 
+    async def _trace(self, tokens: int, timeout_s: float) -> p.TraceResult:
+        def progress(done_bytes: int, total_bytes: int) -> None:
+            self._recorded = done_bytes, total_bytes
+
+        model = self._lifecycle.current()
+        try:
+            kept = await record_routing(model.engine, tokens, timeout_s, progress)
+        finally:
+            self._recorded = None
+        num_tokens, layers, each = kept.shape
+        packed = base64.b64encode(kept.tobytes()).decode()
+        return p.TraceResult(model.name, num_tokens, layers, each, str(kept.dtype), packed)
+
     def _timeout_s(self, given_s: float | None) -> float:
         if given_s is None:
             return self._lifecycle.config.drain_timeout
+        return self._bounded_s(given_s)
+
+    def _bounded_s(self, given_s: float) -> float:
         if not 0 <= given_s <= 86400:
             raise RequestInvalid(
                 f"timeout_s is {given_s:g}, 0 to 86400 s are possible", param="timeout_s"

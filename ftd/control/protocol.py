@@ -200,6 +200,18 @@ class BudgetResult:
     plan: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class TraceResult:
+    """Experts the router chose, [tokens, layers, experts_per_token]."""
+
+    model: str
+    tokens: int
+    layers: int
+    experts_per_token: int
+    dtype: str  # uint8 or int16
+    data: str  # base64, row-major
+
+
 # ---- the table
 
 
@@ -262,6 +274,15 @@ class Budget(Command[BudgetResult]):
     kv_tokens: str | None = None
     expert_slots: str | None = None
     auto: bool = False
+
+
+@command("trace", at=At.BESIDE, result=TraceResult)
+@dataclass(frozen=True, slots=True)
+class Trace(Command[TraceResult]):
+    """Record the routing of what is computed from now on."""
+
+    tokens: int
+    timeout_s: float  # the trace is shorter if requests bring no more until then
 
 
 @command("drain", at=At.BESIDE, result=DrainResult)

@@ -5,10 +5,10 @@ Plain data only. The engine thread never touches text; the loop never touches te
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ftd.kv.anchors import Anchor, Resumed
 
@@ -201,6 +201,13 @@ class EngineHandle(Protocol):
         ...
 
     def status(self) -> EngineStatus: ...
+
+    async def at_safe_point(self, run: Callable[[Any], Any]) -> Any:
+        """Run ``run(core)`` on the engine thread between two steps and return its result.
+
+        Raises NotReady: the engine has failed or is closed.
+        """
+        ...
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests, wait for the running and waiting ones. False: timed out."""

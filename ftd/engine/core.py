@@ -34,6 +34,7 @@ from ftd.engine.sampling import Draw, SamplingState, token_logprob
 from ftd.errors import ConstraintFailed, EngineFailed
 from ftd.experts.runtime import ExpertCounters, ResidencyMap
 from ftd.experts.slots import Resized
+from ftd.experts.trace import TraceRecorder
 from ftd.kv.anchor_book import AnchorBook
 from ftd.kv.anchors import Anchor, AnchorInfo, AnchorKind, Ended, Resumed
 from ftd.kv.cache import KvCache
@@ -104,6 +105,9 @@ class StepExperts(Experts, Protocol):
     def resize(self, num_slots: int) -> Resized: ...
     def residency_map(self) -> ResidencyMap: ...
     def counters(self) -> ExpertCounters: ...
+    @property
+    def recording(self) -> bool: ...
+    def record_trace(self, recorder: TraceRecorder | None) -> None: ...
 
 
 class EngineCore:

@@ -289,6 +289,10 @@ class ExpertRuntime:
         value = policy.value(self._state, self._tuning)
         return ResidencyMap(self._layers, self._table.residency.copy(), value)
 
+    @property
+    def recording(self) -> bool:
+        return self._trace is not None
+
     def record_trace(self, recorder: TraceRecorder | None) -> None:
         """Record the routing of the steps from here on, at a safe point. None: stop."""
         self._trace = recorder

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 
 
 class TraceRecorder:
-    """Routing of up to ``max_tokens`` rows as [tokens, L, K], written as one .npy file.
+    """Routing of up to ``max_tokens`` rows as [tokens, L, K].
 
     Rows of a step count only once the step is known to be good. Bounded memory:
     ``max_tokens * L * K`` bytes, twice that with more than 256 experts. Later rows are left out.
@@ -48,8 +46,7 @@ class TraceRecorder:
     def drop_step(self) -> None:
         self._step = [None] * self._num_layers
 
-    def save(self, path: Path) -> int:
-        """Write what was recorded; returns the number of tokens."""
+    def kept(self) -> np.ndarray:
+        """What was recorded, [tokens, L, K]."""
         kept = self._kept if self._kept is not None else np.empty((0, self._num_layers, 0))
-        np.save(path, kept[: self.num_tokens].astype(self._dtype, copy=False))
-        return self.num_tokens
+        return kept[: self.num_tokens].astype(self._dtype, copy=False)

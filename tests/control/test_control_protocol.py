@@ -20,6 +20,7 @@ EXAMPLES = [
     p.Reload("b", "cut", 3.5),
     p.Reload(),
     p.Budget("6G", "32K", "auto", auto=True),
+    p.Trace(4096, 60.0),
     p.Drain(10.0),
     p.Stop(),
 ]
@@ -39,7 +40,7 @@ def test_command_survives_the_line(command):
 def test_only_commands_that_change_nothing_run_at_any_time():
     at = {name: entry.at for name, entry in p.COMMANDS.items()}
     assert at["cancel"] is at["budget"] is p.At.SAFE_POINT
-    assert {n for n in at if at[n] is p.At.BESIDE} == {"check", "reload", "drain"}
+    assert {n for n in at if at[n] is p.At.BESIDE} == {"check", "reload", "drain", "trace"}
 
 
 def test_results_with_all_their_parts_survive_the_line():
