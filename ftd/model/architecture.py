@@ -47,7 +47,7 @@ class Experts(Protocol):
 
 
 class Observer(Protocol):
-    """Looks into a forward pass, for tests and ``ftctl trace``."""
+    """Looks into a forward pass."""
 
     def hidden(self, index: int, state: torch.Tensor) -> None:
         """The residual stream before layer ``index``; last, ``logit_rows`` after the final norm."""
