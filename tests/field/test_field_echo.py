@@ -11,6 +11,7 @@ from running_ftd import ANSWERS
 KEY = next(k for k, a in ANSWERS.items() if a["thinking"] and a["calls"])
 (CALL,) = ANSWERS[KEY]["calls"]
 PARAMETERS = {"type": "object", "properties": {key: {} for key in CALL["arguments"]}}
+FILLER = "The quick brown fox jumps over the lazy dog. "
 FUNCTION = {"name": CALL["name"], "parameters": PARAMETERS}
 
 
@@ -72,4 +73,32 @@ async def test_responses(ftd):
     body["input"] = [*items, *first["output"], result]
     usage = (await turn(ftd.base, "/v1/responses", body))["usage"]
     cached = usage["input_tokens_details"]["cached_tokens"]
+    nearly_all(cached, first["usage"]["total_tokens"])
+
+
+async def test_titles_and_sub_agents_leave_the_main_conversation_its_prefix(ftd):
+    beside = 0  # tokens
+    path = "/v1/chat/completions"
+    system = {"role": "system", "content": f"Main. {FILLER * 70}"}
+    messages = [system, {"role": "user", "content": KEY}]
+    body = {"messages": messages, "tools": [{"type": "function", "function": FUNCTION}]}
+    main = {"x-session-id": "main"}
+    first = (await post(ftd.base, {**body, "temperature": 0}, path, main)).body
+    for i in range(12):
+        title = [{"role": "user", "content": f"Title {i}. {FILLER * 25}"}]
+        reply = await post(ftd.base, {"messages": title, "max_tokens": 4}, path, main)
+        beside += reply.body["usage"]["total_tokens"]
+    for i in range(3):
+        headers = {"x-claude-code-session-id": "main", "x-claude-code-agent-id": f"agent {i}"}
+        task = {"messages": [{"role": "user", "content": f"Task {i}. {FILLER * 90}"}]}
+        reply = await post(ftd.base, {**task, "max_tokens": 4}, path, headers)
+        beside += reply.body["usage"]["total_tokens"]
+    engine = ftd.engine()
+    assert beside > engine.pages_total * engine.page_tokens, "they need the whole pool and more"
+    message = first["choices"][0]["message"]
+    (call,) = message["tool_calls"]
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "done"}
+    body["messages"] = [*messages, message, result]
+    second = (await post(ftd.base, {**body, "temperature": 0}, path, main)).body
+    cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
     nearly_all(cached, first["usage"]["total_tokens"])
