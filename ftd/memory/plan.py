@@ -461,15 +461,21 @@ def workspace_bytes(spec: ModelSpec, layout: ExpertLayout, *, rows: int, sampled
     """
     widest = 0
     for layer in spec.layers:
-        mlp = layer.mlp
-        inner = 3 * mlp.inner * (1 if isinstance(mlp, DenseSpec) else mlp.experts_per_token)
-        router = 0 if isinstance(mlp, DenseSpec) else 3 * mlp.num_experts
-        widest = max(widest, _mixer_width(layer.mixer), inner + router)
+        widest = max(widest, _mixer_width(layer.mixer), _mlp_width(layer.mlp, spec.hidden))
     # residual, its norm, and a layer's result stay while the widest part is computed
     layers = rows * (4 * spec.hidden + widest) * 4
     logits = sampled * spec.vocab * 4 * 3  # as computed, with penalties, as probabilities
     upcast = 3 * layout.hidden * layout.inner * 4  # the torch path widens one expert at a time
     return layers + logits + upcast
+
+
+def _mlp_width(mlp: DenseSpec | MoeSpec, hidden: int) -> int:
+    """Numbers that a row's feed-forward block has at once."""
+    if isinstance(mlp, DenseSpec):
+        return 3 * mlp.inner
+    # the shared expert comes after the routed ones, whose sum stays
+    shared = 3 * mlp.shared.inner + 2 * hidden if mlp.shared else 0
+    return 3 * mlp.num_experts + max(3 * mlp.inner * mlp.experts_per_token, shared)
 
 
 def _mixer_width(mixer: AttentionSpec | DeltaSpec) -> int:

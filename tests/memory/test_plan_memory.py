@@ -12,7 +12,7 @@ from ftd.errors import BudgetExceeded, ConfigError
 from ftd.kernels.formats import FORMATS, expert_layout
 from ftd.memory.machine import Machine
 from ftd.memory.plan import plan_memory
-from ftd.model.spec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec
+from ftd.model.spec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec, SharedSpec
 from ftd.units import Amount, GiB, MiB
 
 
@@ -46,6 +46,17 @@ def test_the_rows_of_qwen3_30b_have_the_published_sizes():
     assert p.num_slots == 0
     assert p.context_tokens == 40960
     assert p.kv_tokens >= p.context_tokens
+
+
+def test_a_wide_shared_expert_needs_workspace():
+    spec = model()
+    layer = spec.layers[0]
+    wide = replace(layer, mlp=replace(layer.mlp, shared=SharedSpec(20_480, gated=True)))
+    plain = plan(100 * GiB, spec=spec)
+    shared = plan(100 * GiB, spec=replace(spec, layers=(wide,) * len(spec.layers)))
+    routed = 3 * 8 * 768  # what eight experts of a row hold at once
+    more = plain.prefill_chunk * (3 * 20_480 + 2 * spec.hidden - routed) * 4
+    assert shared.workspace_bytes - plain.workspace_bytes == more
 
 
 def test_float32_doubles_the_kv_bytes():
