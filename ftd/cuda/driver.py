@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 from typing import Any
@@ -63,5 +64,8 @@ class _Bytes:
 
 
 def tensor_at(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """[num_bytes] uint8 over device memory that somebody else owns and keeps."""
+    """[num_bytes] uint8 over memory that somebody else owns and keeps."""
+    if device.type == "cpu":
+        array = (ctypes.c_uint8 * num_bytes).from_address(address)
+        return torch.frombuffer(array, dtype=torch.uint8)
     return torch.as_tensor(_Bytes(address, num_bytes), device=device)

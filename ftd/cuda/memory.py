@@ -1,13 +1,13 @@
 """Device memory whose addresses stay while its size changes: reserved ranges, mapped in chunks.
 
-Expert slots and KV pages each live in such a range; all chunks are of one size, so a chunk that one
-range gives up serves another without being released. Without ``cuda.bindings`` a range is an
-ordinary allocation of its full size: everything works, only resizing does not give memory back.
+Expert slots live in such a range, and the keys and the values of each layer in one each. What a
+range gives up goes back to the driver at once. Without ``cuda.bindings`` a range is an ordinary
+allocation of its full size: everything works, only resizing does not give memory back.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -45,20 +45,33 @@ class DeviceRange(Protocol):
         """[mapped_bytes] uint8: valid until the range shrinks or closes."""
         ...
 
+    def span(self) -> torch.Tensor:
+        """[B] uint8, all that may ever be mapped; what is not must not be touched."""
+        ...
+
     def close(self) -> None: ...
 
 
 class DeviceMemory:
-    """Gives out ranges on one device and keeps the chunks that are not mapped at the moment."""
+    """Gives out ranges on one device.
 
-    def __init__(self, device: torch.device, chunk_bytes: int = CHUNK_BYTES) -> None:
+    Args:
+        cu: the driver, ``cuda.bindings.driver``; None: the one that is installed, if the device is
+            a GPU.
+    """
+
+    def __init__(
+        self, device: torch.device, chunk_bytes: int = CHUNK_BYTES, cu: Any | None = None
+    ) -> None:
         self.device = device
         self.chunk_bytes = chunk_bytes
-        self._spare: list[object] = []
-        self.elastic = device.type == "cuda" and available()
-        if self.elastic:
+        if cu is None and device.type == "cuda" and available():
             cu = driver()
-            torch.cuda.current_stream(device)  # makes the context that the driver calls need
+        self.elastic = cu is not None
+        if cu is not None:
+            self.cu = cu
+            if device.type == "cuda":
+                torch.cuda.current_stream(device)  # makes the context that driver calls need
             self._properties = cu.CUmemAllocationProp()
             self._properties.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
             self._properties.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -78,9 +91,8 @@ class DeviceMemory:
         return _MappedRange(self, max_bytes, num_bytes)
 
     def take(self) -> object:
-        if self._spare:
-            return self._spare.pop()
-        cu = driver()
+        """A chunk that is mapped nowhere. Raises BudgetExceeded."""
+        cu = self.cu
         code, handle = cu.cuMemCreate(self.chunk_bytes, self._properties, 0)
         if code == cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             raise _exhausted(self.chunk_bytes, self.device)
@@ -90,21 +102,16 @@ class DeviceMemory:
         return handle
 
     def give(self, handle: object) -> None:
-        self._spare.append(handle)
-
-    def trim(self) -> None:
-        """Give spare chunks back to the driver."""
-        cu = driver()
-        while self._spare:
-            call(cu.cuMemRelease, self._spare.pop())
-            self._count(-self.chunk_bytes)
+        """Back to the driver: it is mapped nowhere any more."""
+        call(self.cu.cuMemRelease, handle)
+        self._count(-self.chunk_bytes)
 
     def _count(self, num_bytes: int) -> None:
         index = self.device.index or 0
         _mapped_bytes[index] = _mapped_bytes.get(index, 0) + num_bytes
 
     def allow(self, address: int, num_bytes: int) -> None:
-        call(driver().cuMemSetAccess, address, num_bytes, [self._access], 1)
+        call(self.cu.cuMemSetAccess, address, num_bytes, [self._access], 1)
 
 
 class _MappedRange:
@@ -112,7 +119,7 @@ class _MappedRange:
         self._memory = memory
         self._chunks: list[object] = []
         self._max_bytes = round_up(max(max_bytes, num_bytes, 1), memory.chunk_bytes)
-        self._reserved = call(driver().cuMemAddressReserve, self._max_bytes, 0, 0, 0)
+        self._reserved = call(memory.cu.cuMemAddressReserve, self._max_bytes, 0, 0, 0)
         self.address = int(self._reserved)
         try:
             self.resize(num_bytes)
@@ -125,29 +132,44 @@ class _MappedRange:
         return len(self._chunks) * self._memory.chunk_bytes
 
     def resize(self, num_bytes: int) -> None:
-        cu, size = driver(), self._memory.chunk_bytes
         assert num_bytes <= self._max_bytes, (num_bytes, self._max_bytes)
-        chunks, first = -(-num_bytes // size), len(self._chunks)
+        chunks, were = -(-num_bytes // self._memory.chunk_bytes), len(self._chunks)
+        try:
+            self._grow(chunks)
+        except BaseException:
+            self._shrink(were)
+            raise
+        self._shrink(chunks)
+
+    def _grow(self, chunks: int) -> None:
+        cu, size, first = self._memory.cu, self._memory.chunk_bytes, len(self._chunks)
         while len(self._chunks) < chunks:
             handle = self._memory.take()
             call(cu.cuMemMap, self.address + len(self._chunks) * size, size, 0, handle, 0)
             self._chunks.append(handle)
         if chunks > first:
             self._memory.allow(self.address + first * size, (chunks - first) * size)
+
+    def _shrink(self, chunks: int) -> None:
+        cu, size = self._memory.cu, self._memory.chunk_bytes
         while len(self._chunks) > chunks:
             handle = self._chunks.pop()
             call(cu.cuMemUnmap, self.address + len(self._chunks) * size, size)
             self._memory.give(handle)
 
     def bytes(self) -> torch.Tensor:
+        if not self._chunks:  # nothing is there that the driver could be asked about
+            return torch.empty(0, dtype=torch.uint8, device=self._memory.device)
         return tensor_at(self.address, self.mapped_bytes, self._memory.device)
+
+    def span(self) -> torch.Tensor:
+        return tensor_at(self.address, self._max_bytes, self._memory.device)
 
     def close(self) -> None:
         """Unmap, and free the address space. Idempotent."""
         if self._max_bytes:
             self.resize(0)
-            self._memory.trim()
-            call(driver().cuMemAddressFree, self._reserved, self._max_bytes)
+            call(self._memory.cu.cuMemAddressFree, self._reserved, self._max_bytes)
             self._max_bytes = 0
 
 
@@ -174,6 +196,9 @@ class _PlainRange:
             )
 
     def bytes(self) -> torch.Tensor:
+        return self._bytes
+
+    def span(self) -> torch.Tensor:
         return self._bytes
 
     def close(self) -> None:

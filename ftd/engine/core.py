@@ -141,7 +141,7 @@ class EngineCore:
         self.runner = runner
         self.kernels = kernels  # what computes, for people
         self.limits = limits
-        self.pages = PagePool(kv.num_pages, kv.page_tokens)
+        self.pages = PagePool(kv.num_pages, kv.page_tokens, kv.first_page)
         self.tree = PrefixTree(self.pages, rank_of_pages, clock)
         self.anchors = AnchorBook(self.tree)
         self.recurrence = Recurrence(kv.states.num_slots if kv.states else 0, limits.max_running)

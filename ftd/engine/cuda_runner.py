@@ -141,7 +141,9 @@ class CudaRunner:
         self, spans: Sequence[Span], sampling: Sequence[SamplingState | None], experts: Experts
     ) -> EagerResult:
         step = padded(pack(spans, self._kv.page_tokens), self._most_pages)
-        step = StepInput(*(getattr(step, f).to(self._device) for f in StepInput.__slots__))
+        # recurrent layers are refused on the GPU: there are no states
+        tensors = [getattr(step, name) for name in StepInput.__slots__ if name != "states"]
+        step = StepInput(*(tensor.to(self._device) for tensor in tensors))
         logits = self._model.forward(step, self._kv, experts)
         states, positions = drawing(spans, sampling)
         ends = ends_of(spans, sampling)

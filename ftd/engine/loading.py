@@ -40,6 +40,7 @@ from ftd.kernels.ops import Ops
 from ftd.kernels.reference import TorchOps
 from ftd.kv.cache import KvCache
 from ftd.kv.state_cache import StateCache
+from ftd.memory import vram
 from ftd.memory.machine import Machine, own_bytes, read_machine
 from ftd.memory.plan import MemoryPlan, act_dtype, plan_memory
 from ftd.model.architecture import Architecture, Model
@@ -288,7 +289,15 @@ def _on_gpu(
     ops = CudaOps()
     model = prepared.architecture.build(spec, weights, ops, dtype)
     memory = DeviceMemory(device)
-    kv = CudaKvCache(spec, plan.num_pages, plan.page_tokens, dtype, memory)
+    most_pages = plan.vram.budget_bytes // plan.page_bytes
+    kv = CudaKvCache(
+        spec,
+        plan.num_pages,
+        plan.page_tokens,
+        dtype,
+        DeviceMemory(device, vram.KV_CHUNK_BYTES),
+        max(plan.num_pages, most_pages),
+    )
     undo.callback(kv.close)
     experts = CudaExperts(
         spec,

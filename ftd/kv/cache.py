@@ -34,6 +34,7 @@ class KvCache:
         max_pages: address space for so many, P, if the system grants it: ``resize`` may go so far.
     """
 
+    first_page = 0  # those below are no sequence's
     states: StateCache | None = None  # of a model with recurrent layers
 
     def __init__(

@@ -12,16 +12,21 @@ from collections.abc import Iterable, Sequence
 
 
 class PagePool:
-    """Every operation costs O(1) a page."""
+    """Every operation costs O(1) a page.
 
-    def __init__(self, num_pages: int, page_tokens: int) -> None:
+    Args:
+        first: number of the first page; those below are not given out.
+    """
+
+    def __init__(self, num_pages: int, page_tokens: int, first: int = 0) -> None:
         assert num_pages > 0 and page_tokens > 0, (num_pages, page_tokens)
         self.num_pages = num_pages
         self.page_tokens = page_tokens
+        self._first = first
         # A stack, low numbers on top: what was touched is used again before memory never touched.
-        self._free = list(range(num_pages - 1, -1, -1))
-        self._users = [0] * num_pages
-        self._kept = bytearray(num_pages)
+        self._free = list(range(first + num_pages - 1, first - 1, -1))
+        self._users = [0] * (first + num_pages)
+        self._kept = bytearray(first + num_pages)
         self._idle = 0
 
     @property
@@ -90,16 +95,17 @@ class PagePool:
             (from, to) of each page to be copied and renumbered, in any order: no page is both.
         """
         assert num_pages >= max(1, self.held), (num_pages, self.held)
-        free = set(self._free) | set(range(self.num_pages, num_pages))
-        leaving = [page for page in range(num_pages, self.num_pages) if page not in free]
-        staying = sorted((page for page in free if page < num_pages), reverse=True)
+        were, end = self._first + self.num_pages, self._first + num_pages
+        free = set(self._free) | set(range(were, end))
+        leaving = [page for page in range(end, were) if page not in free]
+        staying = sorted((page for page in free if page < end), reverse=True)
         moves = [(page, staying.pop()) for page in leaving]
-        more = max(0, num_pages - self.num_pages)
+        more = max(0, end - were)
         self._users.extend([0] * more)
         self._kept.extend(bytes(more))
         for page, to in moves:
             self._users[to], self._kept[to] = self._users[page], self._kept[page]
-        del self._users[num_pages:], self._kept[num_pages:]
+        del self._users[end:], self._kept[end:]
         self._free, self.num_pages = staying, num_pages
         return moves
 

@@ -8,9 +8,11 @@ of bytes: each look may move a piece of it, and a sequence that outgrows the poo
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 
 import structlog
+import torch
 
 from ftd.config import Config
 from ftd.engine.core import EngineCore
@@ -25,6 +27,8 @@ from ftd.memory.balance import Demand, LastMove, Limits, Sizes, next_sizes, room
 from ftd.memory.budget import Bounds, plan_change, settings_for
 from ftd.memory.change import Change
 from ftd.memory.plan import MIN_CONTEXT_TOKENS, MemoryPlan
+from ftd.memory.yielding import Calm, next_budget
+from ftd.units import Amount
 
 log = structlog.get_logger(__name__)
 
@@ -42,6 +46,8 @@ class ElasticMemory:
         self._most_pages = loaded.most_pages
         # captured steps have page tables for so many
         self._most_context = self._plan.context_tokens if self._plan.vram else prepared.spec.context
+        self._yields = False  # to what other processes take of the GPU
+        self._calm = Calm()
         self._changing = asyncio.Lock()
         self._seen: Observed | None = None
         self._last = LastMove()
@@ -51,6 +57,10 @@ class ElasticMemory:
     @property
     def auto(self) -> bool:
         return self.shared is not None
+
+    @property
+    def moves(self) -> bool:
+        return self.auto or self._yields
 
     @property
     def plan(self) -> MemoryPlan:
@@ -110,6 +120,8 @@ class ElasticMemory:
             plan = self._as_it_is(plan, shared, longest)
         done = await self._carry_out(plan, shared)
         self.config, self._plan, self.shared, self._seen = config, plan, shared, None
+        if change.vram is not None:
+            self._yields = change.vram == "auto"
         return done
 
     def _bounds(self, longest_tokens: int) -> Bounds:
@@ -179,6 +191,8 @@ class ElasticMemory:
     async def rebalance(self) -> BudgetDone | None:
         """Look at what memory is worth where, and move a piece of it if that pays."""
         async with self._changing:
+            if self._yields and (yielded := await self._yield()):
+                return yielded
             if self.shared is None:
                 return None
             before, seen = self._seen, await self._engine.at_safe_point(observe)
@@ -195,6 +209,20 @@ class ElasticMemory:
             )
             self._last = LastMove(seen.at_s, found.pages > sizes.pages)
             return _told(done, self._plan.page_tokens)
+
+    async def _yield(self) -> BudgetDone | None:
+        """Follow what other processes leave of the GPU."""
+        gpu = self._plan.vram
+        assert gpu is not None
+        free, total = await on_thread(lambda: torch.cuda.mem_get_info(gpu.gpu.index))
+        budget, self._calm = next_budget(
+            gpu.budget_bytes, free, total, self._calm, time.monotonic()
+        )
+        if budget is None:
+            return None
+        done = await self._apply(Change(vram=Amount(bytes=budget)))
+        self._yields = True
+        return done
 
 
 def demand_between(before: Observed, now: Observed, plan: MemoryPlan) -> Demand:

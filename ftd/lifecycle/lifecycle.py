@@ -214,7 +214,7 @@ class Lifecycle:
         """Let memory follow need, where a budget said so."""
         while True:
             await asyncio.sleep(BALANCE_S)
-            if self.model is None or not self._accepting or not self.model.memory.auto:
+            if self.model is None or not self._accepting or not self.model.memory.moves:
                 continue
             with contextlib.suppress(FtdError):  # the engine goes, or a request has just come
                 if done := await self.model.memory.rebalance():

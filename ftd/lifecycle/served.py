@@ -112,6 +112,11 @@ class Memory(Protocol):
         """Expert slots and KV share the budget by need."""
         ...
 
+    @property
+    def moves(self) -> bool:
+        """``rebalance`` is to be called now and then."""
+        ...
+
     def uses(self) -> tuple[MemoryUse, ...]: ...
 
     def table(self) -> str:
@@ -127,9 +132,11 @@ class Memory(Protocol):
         ...
 
     async def rebalance(self) -> BudgetDone | None:
-        """With ``auto``: move a piece of memory between slots and KV if that pays.
+        """Move a piece of memory between slots and KV if that pays, or yield to other processes.
 
-        Raises NotReady: the engine is closed.
+        Raises:
+            NotReady: the engine is closed.
+            BudgetExceeded: there is not enough left to yield to.
         """
         ...
 

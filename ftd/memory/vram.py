@@ -16,6 +16,8 @@ from ftd.units import GiB, MiB, format_bytes, format_count
 
 # Context, code of all kernels, library handles, graphs: measured on the H200 machine, CUDA 13.
 OVERHEAD_BYTES = 1024 * MiB
+# Keys and values of each layer are a range of their own: these take the smallest chunks there are.
+KV_CHUNK_BYTES = 2 * MiB
 PREFILL_CHUNK_TOKENS = 2048  # any chunk brings most experts over the link: rather few large ones
 SPARE_BYTES = 512 * MiB  # left to the desktop and others where nobody gave a budget
 SPARE_SHARE = 0.03

@@ -28,7 +28,7 @@ from ftd.schedule.policy import Limits
 @contextmanager
 def cuda_core(
     path: Path, *, slots=0, staging=4, pinned=True, num_pages=None, dtype=torch.float32,
-    device="cpu", ops=None, **settings,
+    device="cpu", ops=None, cu=None, max_pages=None, **settings,
 ):  # fmt: skip
     flags = {name: str(value) for name, value in settings.items()}
     config = load_config({"model": str(path), "device": "cpu", "dtype": "float32", **flags}, {})
@@ -51,9 +51,9 @@ def cuda_core(
         weights = {name: tensor.to(device) for name, tensor in weights.items()}
         ops = ops or native.load() or TorchOps()
         model = prepared.architecture.build(spec, weights, ops, dtype)
-        memory = DeviceMemory(device)
+        memory = DeviceMemory(device, *((4096, cu) if cu else ()))
         pages = num_pages or plan.num_pages
-        kv = CudaKvCache(spec, pages, plan.page_tokens, dtype, memory)
+        kv = CudaKvCache(spec, pages, plan.page_tokens, dtype, memory, max_pages)
         undo.callback(kv.close)
         experts = CudaExperts(
             spec, layout, pool, ops, memory,

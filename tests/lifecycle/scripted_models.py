@@ -205,6 +205,10 @@ class ScriptedMemory:
         self.engine.slots = were if change.expert_slots is None else change.expert_slots
         return BudgetDone(128, 128, self.engine.slots, were, 0, 0, 2, 1, 0.0384)
 
+    @property
+    def moves(self):
+        return self.auto
+
     async def rebalance(self):
         return None
 

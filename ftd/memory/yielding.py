@@ -1,0 +1,49 @@
+"""``--vram auto``: leave to other processes what they take of the GPU, take what they leave. Pure.
+
+There is a band of free memory within which nothing happens. Below it the budget shrinks at once,
+look by look: another process may fail for want of it. Above it the budget grows, but only after a
+calm time, since whoever has just given memory back often takes it again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ftd.units import MiB
+
+SPARE_BYTES = 1024 * MiB  # kept free for whoever comes; the budget is brought back to this
+LOW_BYTES = 512 * MiB  # less free than that: yield
+HIGH_BYTES = 2048 * MiB  # more free than that, for ``CALM_S``: take
+CALM_S = 30.0
+STEP_BYTES = 256 * MiB  # budgets are multiples of it
+
+
+@dataclass(frozen=True, slots=True)
+class Calm:
+    """Since when much has been free; None: it is not."""
+
+    since_s: float | None = None
+
+
+def next_budget(
+    budget_bytes: int, free_bytes: int, total_bytes: int, calm: Calm, now_s: float
+) -> tuple[int | None, Calm]:
+    """The budget to have next, None: as it is; and what to remember until the next look.
+
+    Args:
+        free_bytes: of the GPU, whoever may take them.
+    """
+    if free_bytes < LOW_BYTES:
+        return _stepped(budget_bytes - (SPARE_BYTES - free_bytes)), Calm()
+    if free_bytes <= HIGH_BYTES:
+        return None, Calm()
+    if calm.since_s is None:
+        return None, replace(calm, since_s=now_s)
+    if now_s - calm.since_s < CALM_S:
+        return None, calm
+    found = min(_stepped(budget_bytes + free_bytes - SPARE_BYTES), _stepped(total_bytes))
+    return (found if found > budget_bytes else None), Calm()
+
+
+def _stepped(num_bytes: int) -> int:
+    return max(0, num_bytes // STEP_BYTES * STEP_BYTES)
