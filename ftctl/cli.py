@@ -36,6 +36,7 @@ from ftd.units import parse_duration
 
 EXIT_CODES: dict[type[ControlError], int] = {Refused: 1, NotRunning: 3, TimedOut: 4}
 NOT_READY = 1  # of ftctl health
+UNEQUAL = 1  # of ftctl verify
 TRACE_S = 60.0
 
 R = TypeVar("R")
@@ -205,6 +206,51 @@ def trace(ctx: click.Context, file: Path, tokens: int) -> None:
     except OSError as error:
         raise click.FileError(str(file), error.strerror) from None
     _show(ctx, replace(result, data=""), lambda r, paint: view.traced(r, file, paint))
+
+
+@main.command()
+@click.option("--session", metavar="NAME", help="Only those of one session.")
+@click.option("--drop", is_flag=True, help="Forget them, with the KV that no request uses.")
+@click.option("--dump", type=click.Path(path_type=Path), metavar="FILE", help="Write all as JSON.")
+@_shared
+@click.pass_context
+def anchors(ctx: click.Context, session: str | None, drop: bool, dump: Path | None) -> None:
+    """Positions that requests can resume from, what they take and what they saved."""
+    result = _call(ctx, p.Anchors(drop, session))
+    if dump is not None:
+        try:
+            dump.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+        except OSError as error:
+            raise click.FileError(str(dump), error.strerror) from None
+    _show(ctx, result, view.anchors)
+
+
+@main.command()
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(min=0.0),
+    default=0.0,
+    show_default=True,
+    help="Of a logprob. 0: equal bit for bit, as float32 on the CPU is.",
+)
+@click.option(
+    "--sessions",
+    type=click.Path(path_type=Path, exists=True, resolve_path=True),
+    metavar="FILE",
+    help="Recorded sessions, in place of those that come with ftd.",
+)
+@_shared
+@click.pass_context
+def verify(ctx: click.Context, tolerance: float, sessions: Path | None) -> None:
+    """Replay sessions of agents, and compare answers with those from cold.
+
+    Exits 0 if reuse has changed nothing.
+    """
+    command = p.Verify(tolerance, str(sessions) if sessions else None)
+    result = _call_long(ctx, command, "the replay")
+    _show(ctx, result, view.verified)
+    if not result.equal:
+        ctx.exit(UNEQUAL)
 
 
 @main.command()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 from ftd.control import protocol as p
 from ftd.engine.api import EngineStatus, RequestInfo
+from ftd.kv.anchors import AnchorInfo
 from ftd.units import format_bytes, format_count, format_seconds
+
+R = TypeVar("R")
 
 GREEN, YELLOW, RED, BOLD = "32", "33", "31", "1"
 STATE_COLOURS = {"ready": GREEN, "failed": RED}
@@ -150,6 +153,40 @@ def experts(result: p.ExpertsResult, paint: Paint) -> list[str]:
     ]
 
 
+def anchors(result: p.AnchorsResult, paint: Paint) -> list[str]:
+    columns: list[tuple[str, Callable[[AnchorInfo], str]]] = [
+        ("session", lambda a: a.session or "-"),
+        ("kind", lambda a: a.kind),
+        ("position", lambda a: str(a.position)),
+        ("tokens", lambda a: str(a.tokens)),
+        ("kv", lambda a: format_bytes(a.kv_bytes)),
+        ("state", lambda a: format_bytes(a.state_bytes) if a.state_bytes else "-"),
+        ("disk", lambda a: format_bytes(a.disk_bytes) if a.disk_bytes else "-"),
+        ("hits", lambda a: str(a.hits)),
+        ("age", lambda a: format_seconds(a.age_s)),
+        ("saved", lambda a: format_seconds(a.saved_s) if a.hits else "-"),
+        ("", lambda a: "in use" if a.in_use else ""),
+    ]
+    rows = sorted(result.anchors, key=lambda a: (a.session, a.position))
+    lines = _grid(columns, rows) if rows else ["no anchors"]
+    return [*lines, *([f"{result.pages_freed} pages freed"] if result.pages_freed else [])]
+
+
+def verified(result: p.VerifyResult, paint: Paint) -> list[str]:
+    columns: list[tuple[str, Callable[[p.VerifiedSession], str]]] = [
+        ("session", lambda s: s.session),
+        ("requests", lambda s: str(s.requests)),
+        ("prompt", lambda s: str(s.prompt_tokens)),
+        ("recomputed", lambda s: str(s.recomputed_tokens)),
+        ("ideal", lambda s: str(s.ideal_tokens)),
+        ("checked", lambda s: str(s.checked)),
+        ("unequal", lambda s: str(s.unequal)),
+        ("difference", lambda s: f"{s.max_difference:.2g}"),
+    ]
+    verdict = paint("equal", GREEN) if result.equal else paint("NOT equal", RED)
+    return [*_grid(columns, result.sessions), f"answers of {result.model} are {verdict}"]
+
+
 def cancelled(result: p.CancelResult, paint: Paint) -> list[str]:
     return [f"{result.request_id} cancelled"]
 
@@ -250,6 +287,10 @@ def _table(rows: Iterable[RequestInfo]) -> list[str]:
         ("out", lambda r: str(r.output_tokens)),
         ("age", lambda r: format_seconds(r.age_s)),
     ]
+    return _grid(columns, rows)
+
+
+def _grid(columns: Sequence[tuple[str, Callable[[R], str]]], rows: Iterable[R]) -> list[str]:
     cells = [[name for name, _ in columns], *([show(r) for _, show in columns] for r in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [

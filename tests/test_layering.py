@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"cuda", "kernels", "kv", "experts", "model", "checkpoint", "memory", "schedule"},
     "text": {"engine.api", "kv.anchors"},
     "http": {"text", "engine.api", "lifecycle", "kv.anchors"},
-    "control": {"engine.api", "engine.core", "kv.anchors", "lifecycle", "memory.change", "check"},
+    "control": {"engine.api", "kv.anchors", "lifecycle", "memory.change", "check"},
     "lifecycle": {"engine", "text", "memory", "checkpoint", "model", "check", "kv.anchors"},
     "check": {
         "cuda",

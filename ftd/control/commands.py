@@ -7,7 +7,7 @@ import base64
 import os
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from ftd.errors import ConfigError, NotReady, RequestInvalid
 from ftd.lifecycle import Lifecycle
 from ftd.lifecycle.routing import record_routing
 from ftd.lifecycle.served import How
+from ftd.lifecycle.verify import SESSIONS, read_sessions, verify
 from ftd.memory.change import Change
 
 INTERVAL_S = (0.05, 60.0)  # between two results of watch
@@ -49,6 +50,10 @@ class LifecycleCommands:
                 return self._requests()
             case p.Experts():
                 return self._experts()
+            case p.Anchors(drop, session):
+                return await self._anchors(drop, session)
+            case p.Verify(tolerance, sessions):
+                return await self._verify(tolerance, sessions)
             case p.Cancel(request_id):
                 return self._cancel(request_id)
             case p.Check(model):
@@ -140,6 +145,24 @@ class LifecycleCommands:
             fetched=status.expert_fetched,
             evicted=status.expert_evicted,
         )
+
+    async def _anchors(self, drop: bool, session: str | None) -> p.AnchorsResult:
+        def look(core: Any) -> p.AnchorsResult:
+            freed = core.drop_anchors(session) if drop else 0
+            return p.AnchorsResult(name, core.anchor_infos(session), freed)
+
+        model = self._lifecycle.model or self._lifecycle.current()
+        name = model.name
+        result: p.AnchorsResult = await model.engine.at_safe_point(look)
+        return result
+
+    async def _verify(self, tolerance: float, sessions: str | None) -> p.VerifyResult:
+        model = self._lifecycle.current()
+        recorded = read_sessions(Path(sessions) if sessions else SESSIONS)
+        done = [d async for d in verify(model.engine, model.text, recorded, tolerance=tolerance)]
+        facts = [f.name for f in fields(p.VerifiedSession)]
+        shown = (p.VerifiedSession(**{name: getattr(d, name) for name in facts}) for d in done)
+        return p.VerifyResult(model.name, tuple(shown), not any(d.unequal for d in done))
 
     def _cancel(self, request_id: str) -> p.CancelResult:
         model = self._lifecycle.model

@@ -24,6 +24,7 @@ from typing import Any, Generic, Literal, TypeVar
 import orjson
 
 from ftd.engine.api import EngineLimits, EngineStatus, RequestInfo
+from ftd.kv.anchors import AnchorInfo
 
 PROTOCOL = 1  # raised when an old client would misread what a new ftd says, or the other way round
 LINE_LIMIT_BYTES = 64 * 1024  # of a command; answers may be longer
@@ -212,6 +213,35 @@ class TraceResult:
     data: str  # base64, row-major
 
 
+@dataclass(frozen=True, slots=True)
+class AnchorsResult:
+    model: str
+    anchors: tuple[AnchorInfo, ...]  # those that are left
+    pages_freed: int = 0  # by dropping
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedSession:
+    """What came of replaying one recorded session; see ``ftd.lifecycle.verify``."""
+
+    session: str
+    requests: int
+    prompt_tokens: int
+    recomputed_tokens: int
+    ideal_tokens: int  # behind the last border that an earlier prompt or answer shares
+    most_above_ideal: int  # of a single request
+    checked: int  # answers compared with a cold run
+    unequal: int
+    max_difference: float  # of a logprob
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyResult:
+    model: str
+    sessions: tuple[VerifiedSession, ...]
+    equal: bool
+
+
 # ---- the table
 
 
@@ -243,6 +273,20 @@ class Requests(Command[RequestsResult]):
 @dataclass(frozen=True, slots=True)
 class Experts(Command[ExpertsResult]):
     pass
+
+
+@command("anchors", at=At.SAFE_POINT, result=AnchorsResult)
+@dataclass(frozen=True, slots=True)
+class Anchors(Command[AnchorsResult]):
+    drop: bool = False  # forget them, with the pages that no running request uses
+    session: str | None = None  # only what this one alone has used; None: all
+
+
+@command("verify", at=At.BESIDE, result=VerifyResult)
+@dataclass(frozen=True, slots=True)
+class Verify(Command[VerifyResult]):
+    tolerance: float = 0.0  # of a logprob; 0: equal bit for bit
+    sessions: str | None = None  # a file of recorded ones; None: those that come with ftd
 
 
 @command("cancel", at=At.SAFE_POINT, result=CancelResult)

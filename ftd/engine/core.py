@@ -564,8 +564,12 @@ class EngineCore:
 
     # ---- figures
 
-    def anchor_infos(self) -> tuple[AnchorInfo, ...]:
-        """All anchors, the most valuable last in each session."""
+    def drop_anchors(self, session: str | None) -> int:
+        """Forget what ``session`` alone has used, or all that nobody uses; returns pages freed."""
+        return self.anchors.drop(session)
+
+    def anchor_infos(self, session: str | None = None) -> tuple[AnchorInfo, ...]:
+        """Anchors of one session, or all."""
         now_s, token_bytes = self._clock(), self.kv.page_bytes / self.kv.page_tokens
         token_s = self.rates.line[1] if self.rates.chunk_tokens else 0.0
         return tuple(
@@ -583,6 +587,7 @@ class EngineCore:
                 in_use=not self.pages.is_idle(run.pages[0]),
             )
             for anchor, tokens, run in self.anchors
+            if session in (None, anchor.session)
         )
 
     def _measure(self, runs: Seq[tuple[Answering, int]], drawn: int, seconds: float) -> None:

@@ -48,7 +48,7 @@ class AnchorBook:
                 run = next(runs, None)
             if run is None:
                 return
-            run.stand(anchor, session, self._tree.now_s())
+            self._stand(run, anchor, session)
             upper = run
             if anchor.kind is AnchorKind.SYSTEM:
                 upper = self._tree.cut(run, anchor.position)
@@ -73,7 +73,7 @@ class AnchorBook:
             if fork is not None:
                 passed = fork
             else:
-                runs[-1].stand(Anchor(tokens, AnchorKind.FORK), session, self._tree.now_s())
+                self._stand(runs[-1], Anchor(tokens, AnchorKind.FORK), session)
         if passed is not None:
             passed.hits += 1
             passed.used_s = self._tree.now_s()
@@ -87,21 +87,33 @@ class AnchorBook:
         """
         freed = 0
         for run in reversed(list(self._tree.runs())):
-            sessions = {anchor.session for anchor in run.anchors.values()}
-            if not run.children and (session is None or sessions == {session}):
+            last = run.anchors[max(run.anchors)].session if run.anchors else None
+            if not run.children and session in (None, last):
                 freed += self._tree.drop(run)
         return freed
 
     def __iter__(self) -> Iterator[Standing]:
         """All of them, each after those before it on its path."""
         before: dict[Run, int] = {}
+        seen: set[int] = set()
         for run in self._tree.runs():
             last = before.get(run.parent, 0) if run.parent else 0
             for position in sorted(run.anchors):
-                if run.anchors[position].shown:
+                if run.anchors[position].shown and id(run.anchors[position]) not in seen:
+                    seen.add(id(run.anchors[position]))
                     yield Standing(run.anchors[position], position - last, run)
                     last = position
             before[run] = last
+
+    def _stand(self, run: Run, anchor: Anchor, session: str) -> None:
+        """Note an anchor. Pages copied from one another in part share those of the common part."""
+        if anchor.position not in run.anchors and run.parent is not None:
+            key = run.tokens[: anchor.position - run.begin].tobytes()
+            for twin in run.parent.all_holding(key):
+                if known := twin.anchors.get(anchor.position):
+                    run.anchors[anchor.position] = known
+                    break
+        run.stand(anchor, session, self._tree.now_s())
 
     def _is_side(self, session: str, prompt_tokens: int) -> bool:
         return is_side(prompt_tokens, self._longest.get(session, 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 
 from ftd.kv.anchors import Anchor, KeptAnchor
 
@@ -71,10 +72,15 @@ class Run:
         return (self.children[key], tokens) if tokens else None
 
     def holding(self, key: bytes) -> Run | None:
-        """The child that begins with ``key``, of less than a page."""
+        """A child that begins with ``key``, of at most a page."""
+        return next(self.all_holding(key), None)
+
+    def all_holding(self, key: bytes) -> Iterator[Run]:
+        """All of these: none if the key is empty or longer than a page."""
         i = bisect_left(self.order, key)
-        found = key and i < len(self.order) and self.order[i].startswith(key)
-        return self.children[self.order[i]] if found else None
+        while key and i < len(self.order) and self.order[i].startswith(key):
+            yield self.children[self.order[i]]
+            i += 1
 
     def split_off(self, num_pages: int, page_tokens: int) -> Run:
         """Put the first pages into a new run above this one; returns it."""

@@ -14,6 +14,9 @@ EXAMPLES = [
     p.Watch(0.25),
     p.Requests(),
     p.Experts(),
+    p.Anchors(drop=True, session="s"),
+    p.Anchors(),
+    p.Verify(0.01, "/tmp/sessions.json"),
     p.Cancel("chatcmpl-1"),
     p.Check("/models/b"),
     p.Check(),
@@ -39,8 +42,9 @@ def test_command_survives_the_line(command):
 
 def test_only_commands_that_change_nothing_run_at_any_time():
     at = {name: entry.at for name, entry in p.COMMANDS.items()}
-    assert at["cancel"] is at["budget"] is p.At.SAFE_POINT
-    assert {n for n in at if at[n] is p.At.BESIDE} == {"check", "reload", "drain", "trace"}
+    assert at["cancel"] is at["budget"] is at["anchors"] is p.At.SAFE_POINT
+    beside = {n for n in at if at[n] is p.At.BESIDE}
+    assert beside == {"check", "reload", "drain", "trace", "verify"}
 
 
 def test_results_with_all_their_parts_survive_the_line():
@@ -72,7 +76,7 @@ def test_results_with_all_their_parts_survive_the_line():
         (b"", "not a line of JSON"),
         (b"\xff\xfe", "not a line of JSON"),
         (b"[1]", "a JSON object was expected, list found"),
-        (b"{}", "unknown command None; known are budget, cancel"),
+        (b"{}", "unknown command None; known are anchors, budget, cancel"),
         (b'{"command": ["status"]}', "unknown command"),
         (b'{"command": "nix"}', "unknown command 'nix'"),
         (b'{"protocol": 2, "command": "status"}', "protocol 2 is spoken here as 1"),
