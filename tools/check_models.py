@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from ftd.checkpoint.headers import read_checkpoint
-from ftd.errors import UnsupportedModel
+from ftd.errors import CheckpointError, UnsupportedModel
 from ftd.kernels.cpu import native
 from ftd.kernels.formats import FORMATS, expert_layout
 from ftd.kernels.ops import Ops
@@ -48,7 +48,7 @@ from oracle_check import Oracle, OracleMismatch  # noqa: E402
 SEED = 1
 CHUNKS = (5, 1, 2, 19, 16, 2, 33, 1)
 HIDDEN_TOLERANCE = 1e-3  # of the largest number of a state
-REFUSED = "refused"
+REFUSED, FAILED = "refused", "**failed**"
 BEGIN, END = "<!-- made by tools/check_models.py -->", "<!-- end -->"
 # what the generator calls a format → what docs/models.md calls it
 COLUMNS = {
@@ -127,6 +127,9 @@ def cell(generator: Any, family: str, fmt: str, kernels: list[Ops]) -> str:
         except UnsupportedModel as e:
             print(f"{family} {fmt}: {e}")
             return REFUSED
+        except (OracleMismatch, CheckpointError) as e:
+            print(f"{family} {fmt}: {e}")
+            return FAILED
     print(f"{family} {fmt}: {said} ({time.monotonic() - began_s:.0f} s)", flush=True)
     return said
 
@@ -209,6 +212,7 @@ def main() -> None:
         print(line)
     if arguments.out:
         write(arguments.out, parts)
+    sys.exit(any(FAILED in line for line in parts[0]))
 
 
 if __name__ == "__main__":
