@@ -18,6 +18,7 @@ from .messages import Message
 
 _TAIL_CHARS = 96  # of a prompt's text: where its answer begins in later prompts is found by them
 _MOST_HEADER_CHARS = 768  # between that and an answer's first word: markers, a tool's id and name
+_MOST_END_CHARS = 512  # from a call's last argument to the end of the turn: markers again
 _LAYOUT = " \t\r\n\"':,;{}[]()`"  # what may stand around markers behind a call
 
 _MARK = re.compile(r"said[0-9a-f]{38}")
@@ -43,7 +44,6 @@ class Marked:
     called: bool
 
 
-@dataclass(frozen=True, slots=True)
 class Frame:
     """What a template writes around answers.
 
@@ -52,8 +52,11 @@ class Frame:
         ends: the tokens that end answers, as text.
     """
 
-    dialect: Dialect
-    ends: Sequence[str]
+    def __init__(self, dialect: Dialect, ends: Iterable[str]) -> None:
+        self.dialect = dialect
+        self._opening = re.compile(rf"(?:\s|{_either(markers_of(dialect.think))})*\Z")
+        self._markers = re.compile(_either(markers_of(dialect)))
+        self._ends = re.compile(_either(ends))
 
     def place(self, heard: bytes, tail: str) -> Place | None:
         """Where the answer to a prompt begins; None: nothing to know it by.
@@ -62,7 +65,7 @@ class Frame:
             tail: the prompt's text behind the last remembered answer.
         """
         tail = tail[-_TAIL_CHARS:]
-        opening = re.search(rf"(?:\s|{_either(markers_of(self.dialect.think))})*\Z", tail)
+        opening = self._opening.search(tail)
         start = opening.start() if opening else len(tail)
         return Place(heard, tail[:start], tail[start:]) if start else None
 
@@ -90,13 +93,13 @@ class Frame:
 
     def _end(self, text: str, behind: int, number: int) -> int:
         """Where a turn ends whose last mark is within a call."""
-        found = [at for end in self.ends if (at := text.find(end, behind)) >= 0]
-        if not found:
+        found = self._ends.search(text, behind, behind + _MOST_END_CHARS)
+        if found is None:
             raise NotPlaced(number)
-        own = re.sub(_either(markers_of(self.dialect)), "", text[behind : min(found)])
+        own = self._markers.sub("", text[behind : found.start()])
         if own.strip(_LAYOUT):
             raise NotPlaced(number)
-        return min(found)
+        return found.start()
 
 
 def with_marks(

@@ -21,6 +21,7 @@ from .conversation import Conversation
 from .detokenize import Detokenizer, Vocabulary
 from .dialects import Markup, detect
 from .echo import EchoMemory, Place, Turn, heard_before
+from .encoded import EncodedTexts
 from .history import in_terms_of
 from .messages import Message, rewrites
 from .parse import OutputParser
@@ -80,6 +81,7 @@ class TextModel:
         self._markups: dict[tuple[str, str | None], Markup] = {}  # by template and dialect
         self._borders: Borders | None = None
         self.echoes = EchoMemory()
+        self._encoded = EncodedTexts(self.encode)
         from .constrain import ConstraintCompiler  # with torch, which nothing else here waits for
 
         self._constraints = ConstraintCompiler(self._vocabulary, self.eos_ids)
@@ -154,7 +156,7 @@ class TextModel:
         pieces = self._pieces(conversation, frame, self._remembered(conversation, markup, heard))
         ids: list[int] = []
         for piece in pieces:
-            ids += self.encode(piece) if isinstance(piece, str) else piece
+            ids += self._encoded.ids(piece) if isinstance(piece, str) else piece
         tail = pieces[-1]
         assert isinstance(tail, str)
         return Rendered(ids, pieces, frame.place(heard[-1], tail))
