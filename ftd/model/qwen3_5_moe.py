@@ -58,11 +58,12 @@ class Qwen3_5Moe(DeltaFamily):
         mlp = spec.layers[layer].mlp
         assert isinstance(mlp, MoeSpec), layer
         at, E, inner, H = f"{self.at(layer)}.mlp.experts", mlp.num_experts, mlp.inner, spec.hidden
-        gate_up = f"{at}.gate_up_proj"
-        return {
-            "gate": Part(gate_up, (E, 2 * inner, H), expert, (0, inner)),
-            "up": Part(gate_up, (E, 2 * inner, H), expert, (inner, 2 * inner)),
-            "down": Part(f"{at}.down_proj", (E, H, inner), expert),
+        fused = f"{at}.gate_up_proj", (E, 2 * inner, H), expert
+        gate, up, down = (f"{at}.{expert}.{name}.weight" for name in self.expert)
+        return {  # quantised releases have a matrix for each expert
+            "gate": Part(*fused, (0, inner), apart=gate),
+            "up": Part(*fused, (inner, 2 * inner), apart=up),
+            "down": Part(f"{at}.down_proj", (E, H, inner), expert, apart=down),
         }
 
 

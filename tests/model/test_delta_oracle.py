@@ -124,7 +124,9 @@ def test_what_text_does_without_is_not_read(directory, oracle, tmp_path):
     oracle.check_logits(prompt, LoneModel(copy, TorchOps()).run(prompt.sequence))
 
 
-def test_the_text_model_of_qwen3_5_by_itself(data_dir, tmp_path):
+@pytest.mark.parametrize("apart", [False, True], ids=["stacked", "apart"])
+def test_the_text_model_of_qwen3_5_by_itself(data_dir, tmp_path, apart):
+    """With names of its own; and with a matrix for each expert, as fine-tunes may have it."""
     directory = data_dir / "oracles" / "qwen3_5_moe"
     config = json.loads((directory / "config.json").read_text())["text_config"]
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -134,6 +136,13 @@ def test_the_text_model_of_qwen3_5_by_itself(data_dir, tmp_path):
         tensors |= load_file(file)
     prefix = "model.language_model."
     named = {f"model.{n.removeprefix(prefix)}": t for n, t in tensors.items() if prefix in n}
+    for name in [n for n in named if apart and ".experts." in n]:
+        at, kind = name.rsplit(".", 1)
+        for expert, matrix in enumerate(named.pop(name)):
+            gate_up = matrix.chunk(2) if kind == "gate_up_proj" else ()
+            parts = zip(("gate_proj", "up_proj"), gate_up) if gate_up else [("down_proj", matrix)]
+            for part, values in parts:
+                named[f"{at}.{expert}.{part}.weight"] = values.clone()
     save_file(named | {"lm_head.weight": tensors["lm_head.weight"]}, tmp_path / "model.safetensors")
     oracle = Oracle(directory)
     prompt = oracle.prompts[0]
