@@ -31,7 +31,7 @@ from .grammar import (
     not_held,
 )
 from .held import GrammarError, Held, Rules, Tables, Watched, WatchedHeaders
-from .schema import Schema, blamed, prepared, refusal
+from .schema import Schema, SchemaTooLarge, blamed, prepared, refusal
 from .tool_grammar import lark_of
 
 log = structlog.get_logger(__name__)
@@ -252,9 +252,11 @@ class _Compilation:
             if tool.strict and (unheld := not_held(self._markup, held.schema)):
                 raise refusal(where, *unheld)
             return held
-        except RequestInvalid:
+        except RequestInvalid as error:
             if tool.strict or tool.grammar is not None:
                 raise
+            if isinstance(error, SchemaTooLarge):
+                return HeldTool(tool.name, {"type": "object"})
         lenient = HeldTool(tool.name, {"type": "object", **tool.parameters}, lenient=True)
         return HeldTool(tool.name, {"type": "object"}) if self._fails(None, [lenient]) else lenient
 

@@ -15,6 +15,7 @@ from .dialects import Thought
 
 # Fuel bounds the time: compiling to half a second, a mask to some 20 ms; states the memory, at
 # about 2 kB each, of one answer.
+MAX_REASON_CHARS = 200
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     max_grammar_size=500_000,
@@ -203,9 +204,12 @@ def _advance(matcher: LLMatcher, token: int) -> None:
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """The library's message without its picture of the grammar."""
-    text = matcher.get_error().split("\n<")[0].split("\n   1 |")[0]
-    return text.partition("failed to compile JSON schema: ")[2] or text
+    """The library's message without its pictures of the grammar."""
+    text = matcher.get_error().split("\n<")[0].split("\n   1 |")[0].split(":  (")[0]
+    text = text.partition("failed to compile JSON schema: ")[2] or text
+    if text.startswith("NoExtension"):
+        return "nothing fits it: it asks for something without an end, or contradicts itself"
+    return text if len(text) <= MAX_REASON_CHARS else f"{text[:MAX_REASON_CHARS]}..."
 
 
 def _bit(token: int) -> int:

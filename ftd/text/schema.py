@@ -6,7 +6,9 @@ lacks without saying where; here every keyword is looked at in its place.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
+from decimal import Decimal
 from typing import Any
 
 import orjson
@@ -15,9 +17,17 @@ from ftd.errors import RequestInvalid
 
 MAX_BYTES = 512 * 1024
 MAX_DEPTH = 40  # levels of schemas: the library reads 128 of JSON
+MAX_JOINED = 16  # patterns that allOf may join: each doubles the search for a string they share
+MAX_MULTIPLE = 10_000  # of which multiples are to be told: a second of compiling, and it squares
+_MOST_DIGITS = 400  # between two numbers of JSON
 _MOST_BLAMED = 300  # subschemas tried to find the one at fault
 
 Schema = Mapping[str, Any]
+
+
+class SchemaTooLarge(RequestInvalid):
+    """Compiling it would take too long, whether or not every keyword is held."""
+
 
 _UNSUPPORTED = frozenset(
     {
@@ -69,10 +79,11 @@ def prepared(schema: Any, param: str) -> dict[str, Any]:
     """
     size = len(orjson.dumps(schema))
     if size > MAX_BYTES:
-        raise RequestInvalid(
+        raise SchemaTooLarge(
             f"{param}: the JSON schema has {size:,} bytes, {MAX_BYTES:,} is the most", param=param
         )
     ready = _prepared(schema, param, "#", 0)
+    _check_joined(ready, param)
     if isinstance(ready, bool):
         ready = {} if ready else {"enum": []}
     ready.pop("x-guidance", None)  # the library's own options
@@ -108,6 +119,45 @@ def _prepared(schema: Any, param: str, path: str, depth: int) -> Any:
             value = _prepared(value, param, at, depth + 1)
         ready[keyword] = value
     return ready
+
+
+def _check_joined(schema: Any, param: str) -> None:
+    """What costs most where it is joined, counted in all the schema: allOf and $ref join anything.
+
+    Raises:
+        SchemaTooLarge
+    """
+    patterns = sum(isinstance(part.get("pattern"), str) for part in _parts(schema))
+    if patterns > MAX_JOINED and any("allOf" in part for part in _parts(schema)):
+        raise SchemaTooLarge(
+            f"{param}: the JSON schema has allOf and {patterns} patterns, "
+            f"{MAX_JOINED} is the most beside allOf",
+            param=param,
+        )
+    found = {part["multipleOf"] for part in _parts(schema) if _is_step(part.get("multipleOf"))}
+    steps = [Decimal(repr(step)).as_tuple() for step in found]
+    finest = min((int(step.exponent) for step in steps), default=0)
+    digits = [(int("".join(map(str, step.digits))), int(step.exponent) - finest) for step in steps]
+    apart = max((shift for _, shift in digits), default=0) > _MOST_DIGITS
+    common = 0 if apart else math.lcm(*(value * 10**shift for value, shift in digits))
+    if apart or common > MAX_MULTIPLE:
+        raise SchemaTooLarge(
+            f"{param}: the values of multipleOf in the JSON schema have no common multiple up to "
+            f"{MAX_MULTIPLE:,} steps of their last digit",
+            param=param,
+        )
+
+
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _parts(schema: Any) -> Iterator[Schema]:
+    """The schema and all within it."""
+    if isinstance(schema, dict):
+        yield schema
+        for _, child in _children(schema):
+            yield from _parts(child)
 
 
 def _means_nothing(keyword: str, value: Any) -> bool:

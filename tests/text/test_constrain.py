@@ -23,7 +23,7 @@ from jsonschema import Draft202012Validator, FormatChecker
 
 from ftd.errors import RequestInvalid
 from ftd.text import constrain
-from ftd.text.conversation import Demand
+from ftd.text.conversation import Demand, Tool
 from ftd.text.dialects import Thought
 from ftd.text.events import CallEnd, CallStart, Event
 from ftd.text.parse import OutputParser
@@ -383,6 +383,14 @@ def test_a_dialect_whose_calls_cannot_be_held_refuses_promises_and_nothing_else(
         ({"required": "a"}, "'required'"),
         ({"oneOf": [{"minLength": 1}, {"maxLength": 3}]}, "oneOf"),
         ({"enum": []}, "#"),
+        ({"$ref": "#"}, "without an end"),
+        ({"multipleOf": 10_007}, "multipleOf"),
+        (
+            {"multipleOf": 9973, "$ref": "#/$defs/x", "$defs": {"x": {"multipleOf": 97}}},
+            "multipleOf",
+        ),
+        ({"anyOf": [{"multipleOf": 1e-300}, {"multipleOf": 1e300}]}, "multipleOf"),
+        ({"allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(30)]}, "30 patterns"),
         ({"enum": [f"{i:0600}" for i in range(900)]}, "540,000 bytes|524,288 is the most"),
     ],
 )
@@ -390,6 +398,15 @@ def test_a_schema_that_cannot_be_held_is_refused_by_name_and_place(schema: Any, 
     for _ in range(2):  # the second time from the cache
         with pytest.raises(RequestInvalid, match=words.replace("$", "\\$").replace("(", "\\(")):
             HERMES.make(wants(schema))
+
+
+def test_a_tool_whose_schema_would_take_too_long_is_called_with_any_object():
+    """As long as it is not strict: nothing of such a schema is compiled."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "multipleOf": 999_983}}}
+    demand = Demand(tools=frozenset(["f"]), must_call=True)
+    HERMES.make(demand, [Tool("f", schema, {})])
+    with pytest.raises(RequestInvalid, match="multipleOf"):
+        HERMES.make(demand, [Tool("f", schema, {}, strict=True)])
 
 
 def test_a_schema_nested_too_deeply_is_refused():
