@@ -14,7 +14,7 @@ from ftd.errors import ConfigError
 from ftd.lifecycle.served import Listed
 from ftd.text.dialects import DIALECTS
 
-from . import guard, openapi
+from . import guard, openapi, page
 from .chat import read_chat
 from .compaction import read_compaction
 from .completions import read_completion
@@ -74,6 +74,7 @@ def make_app(lifecycle: Lifecycle, config: Config) -> web.Application:
             web.get("/health/live", live),
             web.get("/metrics", metrics),
             web.get("/openapi.json", openapi.show),
+            *page.ROUTES,
         ]
     )
     return app
@@ -89,6 +90,7 @@ def make_runner(app: web.Application, *, close_s: float = 0.5) -> web.AppRunner:
         app,
         handler_cancellation=True,
         access_log=None,
+        auto_decompress=False,  # compressed bodies are refused: see exchange.read_body
         handle_signals=False,
         shutdown_timeout=close_s,
     )

@@ -26,7 +26,10 @@ from .stream import ReaderLost
 log = structlog.get_logger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-OPEN_PATHS = frozenset({"/health", "/health/live"})  # for supervisors, which have no key
+OPEN_PATHS = frozenset(
+    # supervisors have no key; a page asks for one, and shows nothing without
+    {"/health", "/health/live", "/", "/static/page.css", "/static/page.js"}
+)
 _ELSEWHERE = {
     "/v1/embeddings": "ftd serves models that generate text, and those give no embeddings",
     "/v1/moderations": "ftd has no moderation model",

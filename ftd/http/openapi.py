@@ -204,6 +204,7 @@ _ANSWERS: dict[str, Schema] = {
         has_more=_FLAG,
     ),
     "Health": _shape("ready", ready=_FLAG),
+    "Status": _shape("version health limits engine", version=_TEXT, health=_OBJECT),
     "Live": _shape("live", live={"const": True}),
     "Document": _shape("openapi paths", openapi=_TEXT, paths=_OBJECT),
     "Error": _shape(
@@ -233,6 +234,7 @@ _ROUTES: dict[str, dict[str, tuple[str, str]]] = {
     "/health": {"get": ("", "Health")},
     "/health/live": {"get": ("", "Live")},
     "/metrics": {"get": ("", "")},
+    "/status": {"get": ("", "Status")},
     "/openapi.json": {"get": ("", "Document")},
 }
 _STREAMED = frozenset({"ChatAnswer", "CompletionAnswer", "Message", "Response"})

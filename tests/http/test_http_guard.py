@@ -34,6 +34,8 @@ ROUTES = [
     ("GET", "/v1/models"),
     ("GET", "/v1/models/test-model"),
     ("GET", "/metrics"),
+    ("GET", "/status"),
+    ("GET", "/static/other.js"),
     ("GET", "/nothing"),
 ]
 
@@ -67,7 +69,7 @@ async def test_both_header_styles_and_every_key_work(start_front, key_file):
 
 async def test_health_needs_no_key(start_front, key_file):
     front = await start_front(Config(api_key_file=key_file))
-    for path in ("/health", "/health/live"):
+    for path in ("/health", "/health/live", "/", "/static/page.css", "/static/page.js"):
         assert (await request(front, "GET", path))[0].status == 200
 
 
@@ -216,7 +218,6 @@ async def _declare(front, size: int) -> tuple[int, bytes]:
         ("POST", "/v1/audio/speech", 404, b"text only"),
         ("POST", "/v1/message", 404, b"/v1/messages"),
         ("GET", "/v1/responses", 405, b"use POST"),
-        ("GET", "/", 404, b"does not exist"),
         ("GET", "/v1/chat/completions/", 404, b"does not exist"),
     ],
 )

@@ -1,6 +1,8 @@
-"""Models, health and metrics."""
+"""Models, health, metrics, and the page for people."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 
@@ -76,3 +78,33 @@ async def test_metrics_count_requests_and_the_engines_figures(front):
     assert 'ftd_time_to_first_token_seconds_count{endpoint="chat"} 1.0' in text
     front.lifecycle.served = None
     assert "ftd_ready 0.0" in (await get(front, "/metrics"))[1]
+
+
+async def test_status_tells_what_runs_in_every_state(front):
+    front.script("greet", "hello you all")
+    await front.chat("greet")
+    response, _ = await get(front, "/status")
+    body = await response.json()
+    assert (response.status, body["health"]["ready"]) == (200, True)
+    assert body["engine"]["finished"] == 1 and body["limits"]["context_tokens"] == 2048
+    front.lifecycle.served = None
+    front.lifecycle.facts = {"ready": False, "cause": "loading"}
+    response, _ = await get(front, "/status")
+    body = await response.json()
+    assert (response.status, body["engine"], body["health"]["cause"]) == (200, None, "loading")
+
+
+async def test_the_page_takes_nothing_from_elsewhere(front):
+    response, page = await get(front, "/")
+    assert (response.status, response.content_type) == (200, "text/html")
+    policy = response.headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
+    for path in re.findall(r'(?:src|href)="(?!data:)([^"]+)"', page):
+        response, text = await get(front, f"/{path}")
+        assert response.status == 200 and response.content_type in ("text/css", "text/javascript")
+        assert "://" not in text and "innerHTML" not in text
+    ids = set(re.findall(r'id="([^"]+)"', page))
+    script = (await get(front, "/static/page.js"))[1]
+    assert set(re.findall(r'(?:at|say|bar)\("([^"]+)"', script)) <= ids
+    for path in ("/static/page.py", "/static/..%2fapp.py", "/static/"):
+        assert (await get(front, path))[0].status == 404
