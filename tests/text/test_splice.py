@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import test_parse as written  # how the families write answers
 from held_answers import EOS, byte_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ftd.text.conversation import Conversation, Tool
 from ftd.text.echo import Call, EchoMemory, Said
@@ -95,8 +97,9 @@ TEMPLATES = {
     "harmony": """
 {%- for m in messages %}{% if m.role == 'tool' -%}
 <|start|>functions.f to=assistant<|channel|>commentary<|message|>{{ m.content }}<|end|>
-{%- elif m.tool_calls %}{% if m.content %}{% if m.reasoning_content %}{{ raise_exception('both') }}{% endif -%}
-<|start|>assistant<|channel|>analysis<|message|>{{ m.content }}<|end|>{% endif -%}
+{%- elif m.tool_calls %}{% if m.content and m.reasoning_content %}{{ raise_exception('both') }}{% endif -%}
+{% if m.content or m.reasoning_content -%}
+<|start|>assistant<|channel|>analysis<|message|>{{ m.content or m.reasoning_content }}<|end|>{% endif -%}
 <|start|>assistant to=functions.{{ m.tool_calls[0].function.name }}<|channel|>commentary json<|message|>
 {{- m.tool_calls[0].function.arguments | tojson }}<|call|>
 {%- elif m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>
@@ -286,3 +289,35 @@ def test_marks_that_a_template_refuses_cost_nothing_but_time(tmp_path: Path):
     odd.echoes = session.text.echoes
     session.text = odd
     assert not has_tokens(session.prompt())
+
+
+FIELDS = ("thinking", "words", "argument", "result", "nothing")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_an_edited_history_never_yields_the_old_words(name: str, tmp_path: Path):
+    text = model(name, tmp_path)
+
+    @settings(max_examples=30, deadline=None)
+    @given(edits=st.lists(st.sampled_from(FIELDS), min_size=3, max_size=3))
+    def check(edits: list[str]) -> None:
+        session = Session(text, name)
+        for i in range(3):
+            session.answer(f"old-thinking-{i}", f"old-words-{i}", {"path": f"old-argument-{i}"})
+            function = session.messages[-1]["tool_calls"][0]["function"]
+            function["arguments"] = json.dumps({"path": f"old-argument-{i}"})
+            session.result(f"old-result-{i}")
+        edited = json.dumps(session.messages)
+        for i, field in enumerate(edits):
+            edited = edited.replace(f"old-{field}-{i}", f"new-{field}-{i}")
+        prompt = shown(session, json.loads(edited))
+        for i, field in enumerate(edits):
+            assert f"old-{field}-{i}" not in prompt
+            assert f"new-{field}-{i}" in prompt or field in ("thinking", "nothing")
+            others = {"words", "argument", "result"} - {field}
+            assert all(f"old-{other}-{i}" in prompt for other in others)
+            # a result that is not what it was says nothing against the answer before it
+            remembered = field in ("result", "nothing") and (i == 0 or edits[i - 1] != "result")
+            assert not remembered or f"old-thinking-{i}" in prompt
+
+    check()
