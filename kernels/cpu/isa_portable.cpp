@@ -103,7 +103,7 @@ struct Table {
 };
 
 void load_nibbles(const uint8_t* p, const Table& table, int u, Vec* w) {
-  for (int i = 0; i < 4; ++i) {  // as nibble_place has it
+  for (int i = 0; i < 4; ++i) {  // as place_nibbles has it
     for (int lane = 0; lane < Vec::kLanes; ++lane) {
       const uint8_t byte = p[lane / 4 * 16 + 8 * u + lane % 4 * 2 + i % 2];
       w[i].v[lane] = table.value[i / 2 ? byte >> 4 : byte & 15];
@@ -111,9 +111,23 @@ void load_nibbles(const uint8_t* p, const Table& table, int u, Vec* w) {
   }
 }
 
+struct E4m3Values {
+  float value[256] = {};
+  constexpr E4m3Values() {
+    for (int i = 0; i < 256; ++i) {
+      const int exponent = i >> 3 & 15;
+      float size = exponent ? float(8 + i % 8) : float(i % 8);
+      for (int e = exponent ? exponent : 1; e < 10; ++e) size /= 2;
+      for (int e = 10; e < exponent; ++e) size *= 2;
+      value[i] = i < 128 ? size : -size;
+    }
+  }
+};
+constexpr E4m3Values kE4m3;
+
 void load_fp8(const uint8_t* p, Vec* w) {
   for (int i = 0; i < 4 * Vec::kLanes; ++i)
-    w[i / Vec::kLanes].v[i % Vec::kLanes] = widen_e4m3(p[i]);
+    w[i / Vec::kLanes].v[i % Vec::kLanes] = kE4m3.value[p[i]];
 }
 
 template <int kStride>

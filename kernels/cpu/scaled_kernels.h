@@ -2,7 +2,7 @@
 // of each instruction set, which has defined
 //   Table                  16 numbers by their codes, of the bytes of a Codes
 //   load_nibbles(p, table, u, w)   of 4 · kLanes bytes with two codes each, the even input's in the
-//                          low four bits, the four vectors of half u: see nibble_place
+//                          low four bits, the four vectors of half u: see place_nibbles
 //   load_fp8(p, w)         4 · kLanes e4m3 numbers as four vectors, in their order, each divided by
 //   kFp8Unit               this power of two
 //   spread<kStride>(s)     kLanes / 4 scales, every kStride-th from s, each for four lanes
@@ -10,21 +10,26 @@
 //
 // Order of additions. A step of inputs is one or two parts of four vectors, a part has one vector
 // of scales. A part is added up by itself from its first vector on, then goes, times the scales,
-// into the sum of its kind; at the end these sums are added, then lanes by the tree of sum. So a
-// result does not depend on the number of tokens, and a weight is scaled once for each token
-// instead of once for each number. Rows end with zeros up to a whole step.
+// into the one vector of sums; at the end its lanes are added by the tree of sum. So a result does
+// not depend on the number of tokens, and four products are scaled at once instead of each weight.
+// Rows end with zeros up to a whole step.
 
 constexpr int kPartVecs = 4;
 constexpr int kPart = kPartVecs * Vec::kLanes;  // inputs of a part
 constexpr int kScaleStretch = 4096;             // inputs whose scales are widened at a time
 constexpr int kScaleRoom = kScaleStretch / 16 + 2 * Vec::kLanes;  // what spread reads past the last
 
-// Where in its step an input of 4-bit numbers lies. A 128-bit lane of a load holds 32 inputs, and
-// unpacking bytes to words, words to floats leaves each in its lane: four floats of every vector.
-constexpr int64_t nibble_place(int64_t input) {
-  const int64_t lane = input / 32, byte = input % 32 / 2, high = input % 2;
-  const int64_t half = byte / 8, in_half = byte % 8;
-  return half * kPart + (2 * high + in_half % 2) * Vec::kLanes + 4 * lane + in_half / 2;
+// Puts 32 inputs of a token where the vectors of their step find them. A 128-bit lane of a load
+// holds the codes of 32 inputs, and unpacking bytes to words, words to floats leaves each in its
+// lane: four floats of every vector.
+inline void place_nibbles(const float* in, float* step, int64_t lane) {
+  float* to = step + 4 * lane;
+  for (int half = 0; half < 2; ++half)
+    for (int high = 0; high < 2; ++high)  // four bits of a byte
+      for (int odd = 0; odd < 2; ++odd)   // byte of a word
+        for (int word = 0; word < 4; ++word)
+          to[half * kPart + (2 * high + odd) * Vec::kLanes + word] =
+              in[2 * (8 * half + 2 * word + odd) + high];
 }
 
 // What a code of four bits stands for, in the two bytes of a bf16.
@@ -58,7 +63,9 @@ struct FourBits {
 
   void part(const uint8_t* p, int u, Vec* w) const { load_nibbles(p, table, u, w); }
 
-  static int64_t place(int64_t k) { return k / kInputs * kInputs + nibble_place(k % kInputs); }
+  static void place(const float* in, float* x, int64_t k) {
+    place_nibbles(in, x + k / kInputs * kInputs, k % kInputs / 32);
+  }
   static int64_t num_scales(int64_t inputs) { return inputs / kColumns; }
   // of a part of the step at input k of a stretch, whose scales are s
   static Vec scale(const float* s, int64_t k, int part) {
@@ -94,7 +101,7 @@ struct Fp8 {
 
   static void part(const uint8_t* p, int, Vec* w) { load_fp8(p, w); }
 
-  static int64_t place(int64_t k) { return k; }
+  static void place(const float* in, float* x, int64_t k) { memcpy(x + k, in, 32 * sizeof *in); }
   static int64_t num_scales(int64_t inputs) {
     return kColumns ? (inputs + kColumns - 1) / kColumns : 1;
   }
@@ -110,9 +117,8 @@ struct Fp8 {
 template <class F, int C>
 void scaled_dot(const uint8_t* w, const uint8_t* scales, float factor, int64_t inputs,
                 const float* const* x, float* out, int64_t out_stride, int64_t prefetch_bytes) {
-  Vec acc[C][F::kParts];
-  for (int c = 0; c < C; ++c)
-    for (int u = 0; u < F::kParts; ++u) acc[c][u] = Vec::zero();
+  Vec acc[C];
+  for (int c = 0; c < C; ++c) acc[c] = Vec::zero();
   const F format = {};
   float s[kScaleRoom];
   const int64_t all = F::num_scales(inputs);
@@ -130,7 +136,7 @@ void scaled_dot(const uint8_t* w, const uint8_t* scales, float factor, int64_t i
 #pragma GCC unroll 4
         for (int i = 1; i < kPartVecs; ++i)
           sum = fma(weight[i], Vec::load(from + i * Vec::kLanes), sum);
-        acc[c][u] = fma(scale, sum, acc[c][u]);
+        acc[c] = fma(scale, sum, acc[c]);
       }
     }
   };
@@ -154,11 +160,7 @@ void scaled_dot(const uint8_t* w, const uint8_t* scales, float factor, int64_t i
       step(rest, k, k - stretch);
     }
   }
-  for (int c = 0; c < C; ++c) {
-    Vec total = acc[c][0];
-    for (int u = 1; u < F::kParts; ++u) total = total + acc[c][u];
-    out[c * out_stride] = sum(total);
-  }
+  for (int c = 0; c < C; ++c) out[c * out_stride] = sum(acc[c]);
 }
 
 template <class F, int C>
@@ -198,14 +200,18 @@ void scaled_matmul(const MatmulCall& call) {
 template <class F>
 void scaled_pack(const void* x, int type, int64_t first, int64_t count, int64_t inputs, int,
                  void* group) {
+  static_assert(kPackAlign == 32 && F::kInputs % 32 == 0, "pieces are whole blocks");
   float* to = static_cast<float*>(group);
+  const int64_t end = first + count == inputs ? round_up(inputs, F::kInputs) : first + count;
   with_type(type, [&](auto* t) {
     const auto* from = at(x, t);
-    for (int64_t i = 0; i < count; ++i) to[F::place(first + i)] = widen(from[i]);
+    for (int64_t k = first; k < end; k += 32) {
+      float in[32] = {};
+      const int64_t have = greatest(0, least(32, first + count - k));
+      for (int64_t i = 0; i < have; ++i) in[i] = widen(from[k - first + i]);
+      F::place(in, to, k);
+    }
   });
-  if (first + count == inputs) {
-    for (int64_t k = inputs; k < round_up(inputs, F::kInputs); ++k) to[F::place(k)] = 0.0f;
-  }
 }
 
 template <class F>
