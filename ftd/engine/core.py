@@ -144,7 +144,8 @@ class EngineCore:
         self.pages = PagePool(kv.num_pages, kv.page_tokens, kv.first_page)
         self.tree = PrefixTree(self.pages, rank_of_pages, clock)
         self.anchors = AnchorBook(self.tree)
-        self.recurrence = Recurrence(kv.states.num_slots if kv.states else 0, limits.max_running)
+        num_states = kv.states.num_slots if kv.states else 0
+        self.recurrence = Recurrence(num_states, limits.max_running, clock)
         self.rates = Rates()
         self.totals = Totals()
         self._waiting: dict[str, Answering] = {}  # in order of arrival

@@ -11,10 +11,14 @@ A model without recurrent layers has no slots, and nothing here does anything.
 
 from __future__ import annotations
 
+import time
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from ftd.kv.anchors import AnchorKind
 from ftd.kv.states import LIVE_STATES, StatePool, StateStore
+from ftd.kv.value import chance
 from ftd.schedule.sequence import Sequence
 
 GRID_TOKENS = 256  # an edit at no known border costs at most so much beside what follows it
@@ -26,7 +30,7 @@ class StateMoves:
 
     source: int | None  # slot of the state before its first token; None: the sequence begins
     targets: tuple[tuple[int, int], ...]  # (tokens before it, slot), ascending; the last: all
-    keeps_last: bool  # the last one, too, is at a border
+    kept: tuple[float, ...]  # chance of each to be resumed from; 0: it is not at a border
 
 
 class Recurrence:
@@ -34,9 +38,11 @@ class Recurrence:
     max_running: sequences at the same time; slots beyond what they need hold kept states.
     """
 
-    def __init__(self, num_slots: int, max_running: int) -> None:
+    def __init__(
+        self, num_slots: int, max_running: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.pool = StatePool(num_slots)
-        self.store = StateStore(self.pool)
+        self.store = StateStore(self.pool, clock)
         self.max_kept = num_slots - LIVE_STATES * max_running if num_slots else 0
         assert self.max_kept >= 0, (num_slots, max_running)
         self._slots: dict[str, int] = {}  # of sequences that have computed something
@@ -75,29 +81,31 @@ class Recurrence:
             return None
         end = sequence.computed + tokens
         wanted = borders(sequence, end, self._forks[sequence.key])
-        targets = []
-        for position in wanted:
+        targets, kept = [], []
+        for position, chance_of in wanted.items():
             if position < end and (slot := self._border_slot()) is not None:
                 targets.append((position, slot))
+                kept.append(chance_of)
         last = self.pool.allocate()
         assert last is not None, (self.pool.num_slots, len(self.store), self._writing)
-        source = self._slots.get(sequence.key)
-        return StateMoves(source, (*targets, (end, last)), keeps_last=end in wanted)
+        return StateMoves(
+            self._slots.get(sequence.key), (*targets, (end, last)), (*kept, wanted.get(end, 0.0))
+        )
 
     def commit(self, sequence: Sequence, moves: StateMoves | None) -> None:
         """The step has ended: the sequence goes on from its last state, borders are kept."""
         if moves is None:
             return
-        *kept, (end, last) = moves.targets
-        for position, slot in kept:
-            self.store.keep(sequence.ids[:position], slot)
+        *before, (end, last) = moves.targets
+        for (position, slot), chance_of in zip(before, moves.kept):
+            self.store.keep(sequence.ids[:position], slot, chance_of)
             self.pool.release(slot)
-        self._writing -= len(kept)
+        self._writing -= len(before)
         if moves.source is not None:
             self.pool.release(moves.source)
         self._slots[sequence.key] = last
-        if moves.keeps_last and self._has_room():
-            self.store.keep(sequence.ids[:end], last)
+        if moves.kept[-1] and self._has_room():
+            self.store.keep(sequence.ids[:end], last, moves.kept[-1])
 
     def abandon(self, moves: StateMoves | None) -> None:
         """The step came to nothing."""
@@ -114,7 +122,7 @@ class Recurrence:
         if slot is None:
             return
         if keep and self._has_room():
-            self.store.keep(sequence.ids[: sequence.computed], slot)
+            self.store.keep(sequence.ids[: sequence.computed], slot, chance(AnchorKind.TURN))
         self.pool.release(slot)
 
     def clear(self) -> None:
@@ -129,15 +137,21 @@ class Recurrence:
 
     def _has_room(self) -> bool:
         """Whether one more state can be kept; makes room if need be."""
-        return len(self.store) + self._writing < self.max_kept or self.store.evict(1) == 1
+        return len(self.store) + self._writing < self.max_kept or self.store.evict()
 
 
-def borders(sequence: Sequence, end: int, fork: int) -> list[int]:
-    """Positions to keep a state at, behind what is computed and up to ``end``.
+def borders(sequence: Sequence, end: int, fork: int) -> dict[int, float]:
+    """Positions to keep a state at, behind what is computed and up to ``end``, in order.
+
+    Each with the chance that it is resumed from.
 
     Within the prompt only: what follows is kept when the sequence leaves.
     """
     begin, last = sequence.computed, sequence.prompt_tokens - 1
-    found = {last, fork} | {anchor.position for anchor in sequence.request.anchors}
-    found |= set(range(begin // GRID_TOKENS * GRID_TOKENS, end + 1, GRID_TOKENS))
-    return sorted(p for p in found if begin < p <= min(end, last))
+    grid = range(begin // GRID_TOKENS * GRID_TOKENS, end + 1, GRID_TOKENS)
+    kinds = [(anchor.position, anchor.kind) for anchor in sequence.request.anchors]
+    kinds += [(fork, AnchorKind.FORK), (last, AnchorKind.USER)]
+    found = dict.fromkeys(grid, chance(None))
+    for position, kind in kinds:
+        found[position] = max(found.get(position, 0.0), chance(kind))
+    return {p: found[p] for p in sorted(found) if begin < p <= min(end, last)}

@@ -11,8 +11,11 @@ the store are asked together: a match goes as deep as the deepest kept state wit
 
 from __future__ import annotations
 
+import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+from ftd.kv.value import Cost, after_branches, rank
 
 LIVE_STATES = 2  # of a running sequence: the one it is at, and the one that a step writes
 _BLOCK_TOKENS = 2048  # compared at once: copies stay in the fastest cache
@@ -61,7 +64,7 @@ class StatePool:
 class KeptState:
     """The state after ``position`` tokens of some beginning."""
 
-    __slots__ = ("children", "hits", "parent", "position", "slot", "tokens", "used")
+    __slots__ = ("chance", "children", "hits", "parent", "position", "slot", "tokens", "used_s")
 
     def __init__(
         self, parent: KeptState | None, tokens: array[int], position: int, slot: int
@@ -71,13 +74,15 @@ class KeptState:
         self.position = position
         self.slot = slot
         self.children: list[KeptState] = []
-        self.used = 0  # tick of the last time it was kept or taken
+        self.chance = 0.0  # that it is taken, as far as was known when it was kept
+        self.used_s = 0.0  # when it was last kept or taken
         self.hits = 0  # how often it was taken
 
     @property
-    def saved_tokens(self) -> int:
-        """How many tokens more would have to be computed without it."""
-        return len(self.tokens)
+    def rank(self) -> float:
+        """Order of eviction, lowest first: by the tokens to compute again without it."""
+        seconds = Cost(1.0).seconds(self.position - len(self.tokens), self.position)
+        return rank(seconds, after_branches(self.chance, max(0, self.hits - 1)), self.used_s)
 
     def ids(self) -> array[int]:
         """All tokens up to its position."""
@@ -92,14 +97,14 @@ class StateStore:
     """Kept states by the exact tokens before them: a tree whose nodes are states.
 
     The store is a user of each slot it keeps. Costs follow the number of states on the path; tokens
-    are compared in C. Evicts least recently used first; who knows better calls ``drop``.
+    are compared in C. Evicts what is worth least, as ``ftd.kv.value`` has it.
     """
 
-    def __init__(self, pool: StatePool) -> None:
+    def __init__(self, pool: StatePool, clock: Callable[[], float] = time.monotonic) -> None:
         self._pool = pool
+        self._clock = clock
         self._root = KeptState(None, array("i"), 0, -1)
         self._kept: dict[int, KeptState] = {}  # by slot
-        self._tick = 0
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -125,19 +130,22 @@ class StateStore:
         assert kept.position == position, (kept.position, position)
         if kept is self._root:
             return None
-        self._use(kept)
+        kept.used_s = self._clock()
         kept.hits += 1
         self._pool.retain(kept.slot)
         return kept.slot
 
-    def keep(self, ids: array[int], slot: int) -> None:
+    def keep(self, ids: array[int], slot: int, chance: float) -> None:
         """Remember that ``slot`` holds the state after all of ``ids``; known ones stay as they are.
 
         The caller's use of the slot is its own to release.
+
+        Args:
+            chance: that somebody takes it, as in ``ftd.kv.value``.
         """
         parent = self._deepest(ids, len(ids))
         if parent.position == len(ids):
-            self._use(parent)
+            parent.used_s, parent.chance = self._clock(), max(parent.chance, chance)
             return
         assert slot not in self._kept, f"slot {slot} is kept for other tokens"
         kept = KeptState(parent, ids[parent.position :], len(ids), slot)
@@ -147,14 +155,14 @@ class StateStore:
         self._append(parent, kept, kept.tokens)
         self._kept[slot] = kept
         self._pool.retain(slot)
-        self._use(kept)
+        kept.used_s, kept.chance = self._clock(), chance
 
-    def evict(self, n: int) -> int:
-        """Free up to ``n`` slots, least recently used first; returns how many."""
-        idle = sorted((k for k in self._kept.values() if self._is_idle(k)), key=lambda k: k.used)
-        for kept in idle[:n]:
-            self.drop(kept)
-        return min(n, len(idle))
+    def evict(self) -> bool:
+        """Free the slot whose state is worth least. False: all are in use."""
+        idle = [kept for kept in self._kept.values() if self._is_idle(kept)]
+        if idle:
+            self.drop(min(idle, key=lambda kept: kept.rank))
+        return bool(idle)
 
     def drop(self, kept: KeptState) -> None:
         """Forget a state. Its slot is free unless a sequence uses it."""
@@ -185,10 +193,6 @@ class StateStore:
     def _append(self, parent: KeptState, child: KeptState, tokens: array[int]) -> None:
         child.parent, child.tokens = parent, tokens
         parent.children.append(child)
-
-    def _use(self, kept: KeptState) -> None:
-        self._tick += 1
-        kept.used = self._tick
 
     def _is_idle(self, kept: KeptState) -> bool:
         return self._pool.users(kept.slot) == 1

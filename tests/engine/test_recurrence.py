@@ -193,17 +193,19 @@ class TestBorders:
         return made
 
     def test_the_last_token_a_prompt_may_reuse_is_one(self):
-        assert borders(self.sequence(100), 100, 0) == [99]
+        assert list(borders(self.sequence(100), 100, 0)) == [99]
 
     def test_anchors_forks_and_a_grid_are(self):
         sequence = self.sequence(1000, 200, (100, 300, 700))
-        assert borders(sequence, 800, 555) == [GRID_TOKENS, 300, 2 * GRID_TOKENS, 555, 700, 768]
-        assert borders(sequence, 256, 555) == [256]
+        found = borders(sequence, 800, 555)
+        assert list(found) == [GRID_TOKENS, 300, 2 * GRID_TOKENS, 555, 700, 3 * GRID_TOKENS]
+        assert found[555] > found[300] > found[GRID_TOKENS] > 0
+        assert list(borders(sequence, 256, 555)) == [256]
 
     def test_what_is_computed_and_what_was_generated_are_not(self):
         sequence = self.sequence(300, 256)
         sequence.ids.extend(array("i", range(500)))
-        assert borders(sequence, 800, 400) == [299]
+        assert list(borders(sequence, 800, 400)) == [299]
 
 
 def test_slots_suffice_for_every_sequence_however_many_are_kept():

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ftd.kv.states import StatePool, StateStore
+from ftd.kv.value import Cost, after_branches, rank
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple)
 SLOTS = 7
@@ -18,14 +19,18 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.pool = StatePool(SLOTS)
-        self.store = StateStore(self.pool)
-        self.kept = {}  # tokens -> [slot, last use]
+        self.now = 0
+        self.store = StateStore(self.pool, lambda: self.now)
+        self.kept = {}  # tokens -> [slot, last use, chance, hits]
         self.running = []  # [ids, computed, slot or None]
-        self.tick = 0
 
-    def use(self, ids):
-        self.tick += 1
-        self.kept[ids][1] = self.tick
+    def before(self, ids):
+        return max((n for n in range(1, len(ids)) if ids[:n] in self.kept), default=0)
+
+    def rank(self, ids):
+        _, used, chance, hits = self.kept[ids]
+        chance = after_branches(chance, max(0, hits - 1))
+        return rank(Cost(1.0).seconds(self.before(ids), len(ids)), chance, used)
 
     @rule(ids=TOKENS, limit=st.integers(0, 9))
     def start(self, ids, limit):
@@ -35,15 +40,21 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.store.find(array("i", ids), within) == deepest
         slot = self.store.take(array("i", ids), deepest)
         if deepest:
-            assert slot == self.kept[ids[:deepest]][0]
-            self.use(ids[:deepest])
+            kept = self.kept[ids[:deepest]]
+            assert slot == kept[0]
+            kept[1:] = self.now, kept[2], kept[3] + 1
         else:
             assert slot is None
         self.running.append([ids, deepest, slot])
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), commit=st.booleans(), keep=st.booleans())
-    def step(self, data, commit, keep):
+    @rule(seconds=st.sampled_from([0, 10, 500, 3000]))
+    def wait(self, seconds):
+        self.now += seconds
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), commit=st.booleans(), chance=st.sampled_from([0, 0.1, 0.5]))
+    def step(self, data, commit, chance):
         sequence = data.draw(st.sampled_from(self.running))
         ids, computed, slot = sequence
         if computed == len(ids):
@@ -53,18 +64,18 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.pool.held == SLOTS
             return
         assert target not in {s for _, _, s in self.running}
-        assert target not in {s for s, _ in self.kept.values()}
+        assert target not in {kept[0] for kept in self.kept.values()}
         if not commit:
             self.pool.release(target)
             return
         if slot is not None:
             self.pool.release(slot)
         sequence[1:] = data.draw(st.integers(computed + 1, len(ids))), target
-        if keep:
+        if chance:
             key = ids[: sequence[1]]
-            self.store.keep(array("i", key), target)
-            self.kept.setdefault(key, [target, 0])
-            self.use(key)
+            self.store.keep(array("i", key), target, chance)
+            kept = self.kept.setdefault(key, [target, 0, 0, 0])
+            kept[1:3] = self.now, max(kept[2], chance)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -73,14 +84,16 @@ class StoreMachine(RuleBasedStateMachine):
         if slot is not None:
             self.pool.release(slot)
 
-    @rule(n=st.integers(1, 3))
-    def evict(self, n):
+    @rule()
+    def evict(self):
         in_use = {slot for _, _, slot in self.running}
-        idle = [ids for ids, (slot, _) in self.kept.items() if slot not in in_use]
-        victims = sorted(idle, key=lambda ids: self.kept[ids][1])[:n]
-        assert self.store.evict(n) == len(victims)
-        for ids in victims:
-            del self.kept[ids]
+        idle = {ids: self.rank(ids) for ids, kept in self.kept.items() if kept[0] not in in_use}
+        assert self.store.evict() == bool(idle)
+        if idle:
+            left = {kept.slot for kept in self.store}
+            gone = [ids for ids, kept in self.kept.items() if kept[0] not in left]
+            assert len(gone) == 1 and idle[gone[0]] == min(idle.values())
+            del self.kept[gone[0]]
 
     @precondition(lambda self: self.kept)
     @rule(data=st.data())
@@ -97,7 +110,7 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def accounts_agree(self):
         used = {slot for _, _, slot in self.running if slot is not None}
-        held = used | {slot for slot, _ in self.kept.values()}
+        held = used | {kept[0] for kept in self.kept.values()}
         assert self.pool.held == len(held)
         assert self.pool.free + self.pool.held == self.pool.num_slots
         assert self.store.idle == len(held - used)
@@ -108,8 +121,7 @@ class StoreMachine(RuleBasedStateMachine):
         for kept in self.store:
             ids = tuple(kept.ids())
             assert self.kept[ids][0] == kept.slot and kept.position == len(ids)
-            before = max((n for n in range(1, len(ids)) if ids[:n] in self.kept), default=0)
-            assert kept.saved_tokens == len(ids) - before
+            assert len(kept.tokens) == len(ids) - self.before(ids)
 
 
 TestStore = StoreMachine.TestCase
@@ -120,7 +132,7 @@ def test_long_beginnings_are_told_apart_wherever_they_differ():
     pool = StatePool(2)
     store = StateStore(pool)
     ids = array("i", range(5000))
-    store.keep(ids, pool.allocate())
+    store.keep(ids, pool.allocate(), 0.1)
     for place in (0, 2047, 2048, 4999):
         other = ids[:]
         other[place] = -1
