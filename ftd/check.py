@@ -11,7 +11,8 @@ import os
 import resource
 import socket
 import stat
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -20,6 +21,7 @@ import click
 
 from ftd import __version__
 from ftd.checkpoint.source import ModelSource, resolve
+from ftd.checkpoint.stored import StoredMatrix
 from ftd.config import Config, HttpAddress, flag, shown
 from ftd.cuda.device import choose_gpu
 from ftd.engine.loading import Prepared, prepare
@@ -119,7 +121,7 @@ def _model_lines(prepared: Prepared) -> Iterator[str]:
     mlp = spec.layers[spec.moe_layers[0]].mlp
     assert isinstance(mlp, MoeSpec)
     yield (
-        f"{'family':<14}{spec.model_type}, experts in {layout.format.name}, "
+        f"{'family':<14}{spec.model_type}, experts in {layout.format_name}, "
         f"context {format_count(spec.context)}"
     )
     yield (
@@ -130,10 +132,24 @@ def _model_lines(prepared: Prepared) -> Iterator[str]:
         f"{'expert':<14}{format_count(layout.record_bytes)} B, "
         f"{format_bytes(layout.record_bytes)} each"
     )
+    for fmt, modules in sorted(dense_formats(prepared.dense).items()):
+        counted = (f"{module} x{count}" if count > 1 else module for module, count in modules)
+        yield f"{fmt + ' layers':<14}{', '.join(counted)}"
     yield (
         f"{'checkpoint':<14}{format_count(len(checkpoint.tensors))} tensors in "
         f"{len(checkpoint.files)} files, {format_bytes(checkpoint.num_bytes)}"
     )
+
+
+def dense_formats(dense: Mapping[str, StoredMatrix]) -> dict[str, list[tuple[str, int]]]:
+    """Format → modules whose matrices are stored in it, and how many of each there are."""
+    found: dict[str, Counter[str]] = {}
+    for name, matrix in dense.items():
+        if len(matrix.numbers.tensor.shape) > 1:  # norms and biases are not worth a word
+            module = ".".join(part for part in name.split(".") if not part.isdecimal())
+            module = ".".join(module.removesuffix(".weight").split(".")[-2:])
+            found.setdefault(matrix.format.name, Counter())[module] += 1
+    return {fmt: sorted(modules.items()) for fmt, modules in found.items()}
 
 
 def http_findings(address: HttpAddress, *, has_key: bool) -> Iterator[Finding]:

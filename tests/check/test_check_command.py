@@ -202,3 +202,12 @@ def test_the_command_prints_to_stdout_and_exits_0_or_1(tmp_path):
     bad = CliRunner().invoke(main, [*flags, "--model", "/no/such/dir"])
     assert bad.exit_code == 1
     assert "refused: model /no/such/dir" in bad.stdout
+
+
+def test_formats_are_reported_for_each_kind_of_module(config, data_dir):
+    config = replace(config, model=str(data_dir / "oracles" / "qwen3_moe-nvfp4-ct"))
+    report = examine(config, ROOMY)
+    lines = "\n".join(report_lines(config, report))
+    assert "qwen3_moe, experts in nvfp4" in lines
+    assert "nvfp4 layers  self_attn.k_proj x2" in lines
+    assert "bf16 layers   lm_head, mlp.gate x2, model.embed_tokens" in lines
