@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from ftctl import view
 from ftctl.agents import AGENTS
 from ftctl.live import Bar, Screen
 from ftctl.trace import save_trace
+from ftctl.watch import History, Style, frame
 from ftd import __version__
 from ftd.config import default_socket
 from ftd.control import protocol as p
@@ -139,9 +141,10 @@ def health(ctx: click.Context) -> None:
 @_shared
 @click.pass_context
 def watch(ctx: click.Context, interval: float) -> None:
-    """Follow the status until Ctrl-C.
+    """Follow the status until q or Ctrl-C.
 
-    A live view on a terminal, otherwise one line for each look.
+    A live view on a terminal: map of the memory, KV, experts, misses, rates and requests.
+    Otherwise one line for each look; with --json the whole event.
     """
     with _client(ctx, silence_s=interval + _timeout(ctx, ANSWER_TIMEOUT_S)) as client:
         try:
@@ -150,12 +153,21 @@ def watch(ctx: click.Context, interval: float) -> None:
                     _show(ctx, result, view.one_line)
                     sys.stdout.flush()
             else:
-                with Screen(sys.stdout) as screen:
+                style = Style(view.Paint.of(sys.stdout), "utf" in sys.stdout.encoding.lower())
+                history = History()
+                with Screen(sys.stdout, sys.stdin) as screen:
                     for result in client.stream(p.Watch(interval)):
-                        screen.draw(view.live(result, screen.columns, view.Paint.of(sys.stdout)))
+                        history.add(result)
+                        screen.draw(partial(_frame, result, history, style))
         except KeyboardInterrupt:
             return
     click.echo("ftd has ended", err=True)
+
+
+def _frame(
+    event: p.StatusResult, history: History, style: Style, columns: int, rows: int
+) -> list[str]:
+    return frame(event, history, columns, rows, style)
 
 
 @main.command()

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Sequence
+import signal
+import termios
+import threading
+import tty
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from ftctl import view
@@ -11,32 +16,69 @@ from ftd.control.protocol import Progress
 
 _ENTER = "\x1b[?1049h\x1b[?25l"  # alternate screen, no cursor
 _LEAVE = "\x1b[?25h\x1b[?1049l"
-_HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
+_HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[K\x1b[J"
+_BEGIN, _END = "\x1b[?2026h", "\x1b[?2026l"  # one update; terminals that know it show no half
+
+Render = Callable[[int, int], Sequence[str]]  # columns, rows → lines
 
 
 class Screen:
-    """The whole terminal, drawn over and over; what was there before comes back at the end."""
+    """The whole terminal, drawn over and over; what was there before comes back at the end.
 
-    def __init__(self, stream: TextIO) -> None:
+    A frame goes out in one piece, between marks that tell terminals to show it at once. While the
+    screen is up, q does what Ctrl-C does, and a window of another size is drawn anew at once.
+    """
+
+    def __init__(self, stream: TextIO, keys: TextIO | None = None) -> None:
         self._stream = stream
+        self._keys = keys if keys is not None and keys.isatty() else None
+        self._render: Render = lambda columns, rows: []
+        self._drawing = self._stale = False
 
     def __enter__(self) -> Screen:
         self._stream.write(_ENTER)
+        self._stream.flush()
+        self._old_winch = signal.signal(signal.SIGWINCH, lambda *_: self._paint())
+        if self._keys:
+            self._old_keys = termios.tcgetattr(self._keys)
+            tty.setcbreak(self._keys)
+            threading.Thread(target=self._wait_for_q, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGWINCH, self._old_winch)
+        if self._keys:
+            termios.tcsetattr(self._keys, termios.TCSADRAIN, self._old_keys)
         self._stream.write(_LEAVE)
         self._stream.flush()
 
-    @property
-    def columns(self) -> int:
-        return shutil.get_terminal_size().columns
+    def draw(self, render: Render) -> None:
+        """Show ``render(columns, rows)``, now and whenever the window has another size."""
+        self._render = render
+        self._paint()
 
-    def draw(self, lines: Sequence[str]) -> None:
-        shown = lines[: shutil.get_terminal_size().lines - 1]
-        body = "".join(f"{line}{_CLEAR_LINE}\r\n" for line in shown)
-        self._stream.write(_HOME + body + _CLEAR_BELOW)
-        self._stream.flush()
+    def _paint(self) -> None:
+        self._stale = True
+        if self._drawing:  # a signal came while a frame was going out
+            return
+        self._drawing = True
+        try:
+            while self._stale:
+                self._stale = False
+                columns, rows = shutil.get_terminal_size()
+                body = f"{_CLEAR_LINE}\r\n".join(self._render(columns, rows)[:rows])
+                self._stream.write(f"{_BEGIN}{_HOME}{body}{_CLEAR_BELOW}{_END}")
+                self._stream.flush()
+        finally:
+            self._drawing = False
+
+    def _wait_for_q(self) -> None:
+        assert self._keys
+        main = threading.main_thread().ident
+        while key := os.read(self._keys.fileno(), 1):
+            if key in b"qQ" and main is not None:
+                signal.pthread_kill(main, signal.SIGINT)
+                return
 
 
 class Bar:

@@ -36,7 +36,7 @@ class Paint:
 
 def status(result: p.StatusResult, paint: Paint) -> list[str]:
     rows = [
-        ("state", _state(result, paint)),
+        ("state", state(result, paint)),
         ("model", f"{result.model} from {result.path}" if result.model else "none"),
         ("http", result.http),
         (
@@ -93,7 +93,7 @@ def one_line(result: p.StatusResult, paint: Paint) -> list[str]:
     if result.progress:
         words.append(f"phase={result.progress.phase.replace(' ', '-')}")
         if result.progress.total_bytes:
-            words.append(f"done={_share(result.progress.done_bytes, result.progress.total_bytes)}")
+            words.append(f"done={share(result.progress.done_bytes, result.progress.total_bytes)}")
     if engine := result.engine:
         words += [
             f"running={engine.running}",
@@ -108,46 +108,24 @@ def one_line(result: p.StatusResult, paint: Paint) -> list[str]:
     return [" ".join(words)]
 
 
-def live(result: p.StatusResult, columns: int, paint: Paint) -> list[str]:
-    """The screen of ``watch``; no line is longer than ``columns``."""
-    width = min(columns, 120)
-    title = f"{result.model or 'no model'} at {result.http}, up {format_seconds(result.uptime_s)}"
-    lines = [paint(_cut(title, width), BOLD), _state(result, paint, width), ""]
-    if result.progress:
-        lines += [progress(result.progress, width), ""]
-    if engine := result.engine:
-        counts = f"running {engine.running}  waiting {engine.waiting}  "
-        lines.append(_cut(counts + _speed(engine), width))
-        pages = f"{engine.pages_held} of {engine.pages_total} pages, {engine.pages_cached} cached"
-        lines.append(_gauge("KV", engine.pages_held, engine.pages_total, pages, width))
-        if engine.slots_total:
-            text = f"{_slots(engine)}, {_hits(engine)}"
-            lines.append(_gauge("experts", engine.slots_used, engine.slots_total, text, width))
-        if engine.requests:
-            lines += ["", *(_cut(line, width) for line in _table(engine.requests))]
-    if result.last_failure:
-        lines += ["", paint(_cut(f"last failure: {result.last_failure}", width), RED)]
-    return lines
-
-
 def progress(report: p.Progress, columns: int) -> str:
     """One line shorter than ``columns``: a bar if the phase has a measure, else what is left."""
     if not report.total_bytes:
         left = f", {report.running} running, {report.waiting} waiting"
-        return _cut(report.phase + (left if report.phase == "draining" else " ..."), columns - 1)
+        return cut(report.phase + (left if report.phase == "draining" else " ..."), columns - 1)
     text = f"{format_bytes(report.done_bytes)} of {format_bytes(report.total_bytes)}"
-    return _gauge(report.phase, report.done_bytes, report.total_bytes, text, columns - 1)
+    return gauge(report.phase, report.done_bytes, report.total_bytes, text, columns - 1)
 
 
 def requests(result: p.RequestsResult, paint: Paint) -> list[str]:
-    return _table(result.requests) if result.requests else ["no requests"]
+    return request_table(result.requests) if result.requests else ["no requests"]
 
 
 def experts(result: p.ExpertsResult, paint: Paint) -> list[str]:
     looked_up = result.hits + result.misses
     return [
         f"slots     {result.slots_used} of {result.slots_total} filled",
-        f"hits      {_share(result.hits, looked_up)} of {format_count(looked_up)} look-ups",
+        f"hits      {share(result.hits, looked_up)} of {format_count(looked_up)} look-ups",
         f"misses    {format_count(result.misses)}, {format_count(result.fetched)} of them fetched",
         f"evicted   {format_count(result.evicted)}",
     ]
@@ -241,9 +219,9 @@ def stopped(result: p.StopResult, paint: Paint) -> list[str]:
     return [f"ftd stopped (pid {result.pid})"]
 
 
-def _state(result: p.StatusResult, paint: Paint, width: int = 1000) -> str:
+def state(result: p.StatusResult, paint: Paint, width: int = 1000) -> str:
     text = result.state if result.ready else f"{result.state}: {result.cause}"
-    return paint(_cut(text, width), STATE_COLOURS.get(result.state, YELLOW))
+    return paint(cut(text, width), STATE_COLOURS.get(result.state, YELLOW))
 
 
 def _speed(engine: EngineStatus) -> str:
@@ -262,23 +240,23 @@ def _hits(engine: EngineStatus) -> str:
 
 
 def _rate(engine: EngineStatus) -> str:
-    return _share(engine.expert_hits, engine.expert_hits + engine.expert_misses)
+    return share(engine.expert_hits, engine.expert_hits + engine.expert_misses)
 
 
-def _share(part: int, whole: int) -> str:
+def share(part: float, whole: float) -> str:
     return f"{part / whole:.0%}" if whole else "-"
 
 
-def _gauge(name: str, part: int, whole: int, text: str, width: int) -> str:
+def gauge(name: str, part: float, whole: float, text: str, width: int) -> str:
     """``name [#####-----]  50% text``: the bar takes what the words leave."""
     frame = len(f"{name:9} [] 100% {text}")
     cells = max(0, min(40, width - frame))
     full = int(cells * min(1.0, part / whole)) if whole else 0
     bar = "#" * full + "-" * (cells - full)
-    return _cut(f"{name:9} [{bar}] {_share(part, whole):>4} {text}", width)
+    return cut(f"{name:9} [{bar}] {share(part, whole):>4} {text}", width)
 
 
-def _table(rows: Iterable[RequestInfo]) -> list[str]:
+def request_table(rows: Iterable[RequestInfo]) -> list[str]:
     columns: list[tuple[str, Callable[[RequestInfo], str]]] = [
         ("request", lambda r: r.request_id),
         ("state", lambda r: r.state),
@@ -298,5 +276,5 @@ def _grid(columns: Sequence[tuple[str, Callable[[R], str]]], rows: Iterable[R]) 
     ]
 
 
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: max(0, width - 3)] + "..."
+def cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: max(0, width - 3)] + "..."[: max(0, width)]

@@ -14,6 +14,8 @@ from typing import Any
 from ftd import __version__
 from ftd.config import flag, settings
 from ftd.control import protocol as p
+from ftd.control.traffic import between
+from ftd.engine.api import EngineStatus
 from ftd.errors import ConfigError, NotReady, RequestInvalid
 from ftd.lifecycle import Lifecycle
 from ftd.lifecycle.routing import record_routing
@@ -79,8 +81,16 @@ class LifecycleCommands:
                 f"interval_s is {command.interval_s:g}, {shortest:g} to {longest:g} s are possible",
                 param="interval_s",
             )
+        before: tuple[EngineStatus, float] | None = None
         while True:
-            yield self._status(with_requests=True)
+            event, at_s = self._status(with_requests=True), time.monotonic()
+            if before and event.engine and (model := self._lifecycle.model):
+                seconds = at_s - before[1]
+                traffic = between(before[0], event.engine, seconds, model.memory.reads)
+                event = replace(event, traffic=traffic)
+            before = (event.engine, at_s) if event.engine else None
+            yield event
+            model = None  # a stream must not keep a model alive
             await asyncio.sleep(command.interval_s)
 
     def progress(self) -> p.Progress:
@@ -116,6 +126,10 @@ class LifecycleCommands:
             progress=self.progress() if lifecycle.progress else None,
             limits=model.limits if model else None,
             engine=engine if engine is None or with_requests else replace(engine, requests=()),
+            memory=tuple(
+                p.MemoryRow(use.name, use.planned_bytes, use.used_bytes)
+                for use in (model.memory.uses() if model else ())
+            ),
             api_key_file=str(self.api_key_file.resolve()) if self.api_key_file else None,
         )
 

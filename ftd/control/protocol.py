@@ -96,6 +96,32 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """A use of the memory that computes: the GPU's, or on the CPU device all of it."""
+
+    name: str
+    planned_bytes: int
+    used_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What the engine did since the event before, as rates."""
+
+    seconds: float
+    steps_per_s: float
+    decode_tokens_per_s: float
+    prefill_tokens_per_s: float
+    reused_tokens_per_s: float
+    hits_per_s: float  # (step, layer, distinct expert)
+    misses_per_s: float
+    fetched_per_s: float  # of the misses, those over the link; the others are computed in place
+    evicted_per_s: float
+    link_bytes_per_s: float | None  # None: there is no link
+    dram_bytes_per_s: float | None  # None: experts are not counted without slots
+
+
+@dataclass(frozen=True, slots=True)
 class StatusResult:
     version: str
     pid: int
@@ -111,6 +137,8 @@ class StatusResult:
     progress: Progress | None = None
     limits: EngineLimits | None = None
     engine: EngineStatus | None = None
+    memory: tuple[MemoryRow, ...] = ()
+    traffic: Traffic | None = None  # of watch, from its second event on
     api_key_file: str | None = None  # where the keys stand that HTTP asks for; None: it asks none
 
 
@@ -172,15 +200,6 @@ class ExpertsResult:
     misses: int
     fetched: int
     evicted: int
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryRow:
-    """A use of the memory that computes: the GPU's, or on the CPU device all of it."""
-
-    name: str
-    planned_bytes: int
-    used_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

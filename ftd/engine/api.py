@@ -141,6 +141,8 @@ class EngineStatus:
     expert_misses: int = 0
     expert_fetched: int = 0  # misses read through into a slot
     expert_evicted: int = 0
+    preempted: int = 0  # sequences put off for lack of pages
+    pages_evicted: int = 0  # of the prefix cache, for lack of room
     # rates over the last seconds
     decode_tokens_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0

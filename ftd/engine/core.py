@@ -628,6 +628,8 @@ class EngineCore:
             expert_misses=counters.misses,
             expert_fetched=counters.fetched,
             expert_evicted=counters.evicted,
+            preempted=totals.preempted,
+            pages_evicted=totals.evicted_pages,
             decode_tokens_per_s=self._meter.decode_tokens_per_s(),
             prefill_tokens_per_s=self._meter.prefill_tokens_per_s(),
             step_ms_p50=self._meter.step_ms_p50(),

@@ -21,7 +21,7 @@ from ftd.engine.observe import Observed, observe
 from ftd.engine.resize import Resizing, resize
 from ftd.errors import ConfigError
 from ftd.lifecycle.beside import on_thread
-from ftd.lifecycle.served import BudgetDone, MemoryUse
+from ftd.lifecycle.served import BudgetDone, MemoryUse, Reads
 from ftd.lifecycle.succession import Footprint
 from ftd.memory.balance import Demand, LastMove, Limits, Sizes, next_sizes, room_for
 from ftd.memory.budget import Bounds, plan_change, settings_for
@@ -79,6 +79,11 @@ class ElasticMemory:
             resident_bytes=plan.dense_bytes + plan.pool_bytes,
             growth_bytes=plan.kv_bytes + plan.slots_bytes + plan.workspace_bytes,
         )
+
+    @property
+    def reads(self) -> Reads:
+        plan = self._plan
+        return Reads(plan.record_bytes, plan.dense_bytes, plan.vram is not None)
 
     def table(self) -> str:
         return self.plan.table()

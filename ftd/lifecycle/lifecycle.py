@@ -139,10 +139,11 @@ class Lifecycle:
 
     def health(self) -> dict[str, Any]:
         refusal = None if self._accepting else self._not_ready()
+        known = self.model or self._unloaded
         return {
             "status": str(self.state),
             "ready": self._accepting or self.state is State.UNLOADED,
-            "model": self.listed().name if self.model or self._unloaded else None,
+            "model": known.name if known else None,
             "cause": refusal.message if refusal else None,
             "retry_after_s": refusal.retry_after_s if refusal else None,
             "last_failure": self.last_failure,

@@ -82,6 +82,15 @@ class MemoryUse:
 
 
 @dataclass(frozen=True, slots=True)
+class Reads:
+    """What steps read, for rates of memory and link."""
+
+    record_bytes: int  # of an expert
+    dense_bytes: int  # of all weights that every step uses
+    on_gpu: bool
+
+
+@dataclass(frozen=True, slots=True)
 class BudgetDone:
     """What a change of budget did, all without a request being ended."""
 
@@ -116,6 +125,9 @@ class Memory(Protocol):
     def moves(self) -> bool:
         """``rebalance`` is to be called now and then."""
         ...
+
+    @property
+    def reads(self) -> Reads: ...
 
     def uses(self) -> tuple[MemoryUse, ...]: ...
 

@@ -22,7 +22,7 @@ from ftd.config import Config
 from ftd.control import protocol as p
 from ftd.control.commands import LifecycleCommands
 from ftd.control.server import ControlServer
-from ftd.engine.api import EngineRequest, EngineStatus, RequestInfo
+from ftd.engine.api import EngineRequest
 from ftd.errors import CheckpointError
 from ftd.lifecycle import Lifecycle
 
@@ -288,64 +288,6 @@ def test_starts_without_torch_and_aiohttp():
 
 
 class TestViews:
-    STATUS = p.StatusResult(
-        version="0.1.0",
-        pid=4711,
-        uptime_s=185.0,
-        state="reloading",
-        ready=True,
-        cause=None,
-        last_failure="loading b failed: " + "very " * 40 + "long",
-        model="qwen3-30b-a3b-instruct-2507-with-a-long-name" * 2,
-        path="/models/" + "x" * 100,
-        http="http://127.0.0.1:1919",
-        rss_bytes=57 * 2**30,
-        progress=p.Progress("reading weights", 30 * 2**30, 57 * 2**30),
-        engine=EngineStatus(
-            running=8,
-            waiting=3,
-            pages_total=4096,
-            pages_held=4000,
-            pages_cached=1000,
-            slots_total=2048,
-            slots_used=2000,
-            expert_hits=9,
-            expert_misses=1,
-            requests=tuple(
-                RequestInfo(f"chatcmpl-{i}" * 5, "prefill", 12000, 512, 0, 0, 3.5)
-                for i in range(30)
-            ),
-        ),
-    )
-
-    @pytest.mark.parametrize("columns", [20, 79, 80, 200])
-    def test_live_fits_the_terminal(self, columns):
-        lines = view.live(self.STATUS, columns, PLAIN)
-        assert max(map(len, lines)) <= columns
-        assert any("reading weights" in line for line in lines)
-
-    def test_live_shows_bars_at_eighty_columns(self):
-        text = "\n".join(view.live(self.STATUS, 80, PLAIN))
-        assert re.search(r"KV +\[#+-*\]  98% 4000 of 4096 pages", text)
-        assert re.search(r"experts +\[#+-*\]  98% 2000 of 2048 slots, 90% hits", text)
-        assert re.search(r"reading weights \[#+-+\]  53% 30.0 GiB of 57.0 GiB", text)
-
-    def test_live_without_a_model(self):
-        failed = p.StatusResult(
-            version="1",
-            pid=1,
-            uptime_s=1.0,
-            state="failed",
-            ready=False,
-            cause="shard 2 is missing",
-            last_failure=None,
-            model=None,
-            path=None,
-            http="",
-            rss_bytes=1,
-        )
-        assert "failed: shard 2 is missing" in view.live(failed, 80, PLAIN)
-
     @pytest.mark.parametrize(
         ("tty", "environ", "on"),
         [
@@ -365,10 +307,10 @@ class TestViews:
 
     def test_screen_gives_the_terminal_back(self, capsys):
         with Screen(sys.stdout) as screen:
-            screen.draw(["one", "two"])
+            screen.draw(lambda columns, rows: ["one", "two"])
         out = capsys.readouterr().out
         assert out.startswith("\x1b[?1049h") and out.endswith("\x1b[?1049l")
-        assert "one\x1b[K\r\ntwo\x1b[K\r\n\x1b[J" in out
+        assert "\x1b[?2026h\x1b[Hone\x1b[K\r\ntwo\x1b[K\x1b[J\x1b[?2026l" in out
 
     def test_bar_tells_each_phase_once_where_nothing_moves(self, capsys):
         with Bar(sys.stderr) as bar:

@@ -18,7 +18,7 @@ from ftd.errors import (
     NotReady,
     RequestCancelled,
 )
-from ftd.lifecycle.served import BudgetDone, Loaded, MemoryUse, Preflight
+from ftd.lifecycle.served import BudgetDone, Loaded, MemoryUse, Preflight, Reads
 from ftd.lifecycle.succession import Footprint
 
 LIMITS = EngineLimits(context_tokens=64, pool_tokens=128, max_running=4, max_waiting=8, vocab=32)
@@ -190,6 +190,8 @@ class ScriptedMemory:
     def __init__(self, config, engine):
         self.config, self.footprint, self.auto = config, Footprint(2**30, 2**20), False
         self.engine = engine
+
+    reads = Reads(2**20, 2**22, on_gpu=False)
 
     def uses(self):
         return (MemoryUse("expert slots", 2**20, 2**19, "half of them"),)
