@@ -76,6 +76,9 @@ def status(result: p.StatusResult, paint: Paint) -> list[str]:
                 f"{format_count(engine.output_tokens)} written",
             ),
         ]
+        if engine.states_total:
+            held = f"{engine.states_held} of {engine.states_total} held"
+            rows.append(("states", f"{held}, {engine.states_cached} of them to resume from only"))
         if engine.slots_total:
             rows.append(("experts", f"{_slots(engine)}, {_hits(engine)}"))
     if result.last_failure:
