@@ -164,7 +164,7 @@ class EngineThread:
     def submit(self, request: EngineRequest) -> EngineTicket:
         self._loop = asyncio.get_running_loop()
         if self._refusal is not None:
-            raise self._refusal
+            raise self._refusal.with_traceback(None)  # or each raise would add to it
         check_request(request, self.limits)
         most = self.limits.max_running + self.limits.max_waiting
         if len(self._tickets) >= most:
@@ -200,7 +200,7 @@ class EngineThread:
     async def at_safe_point(self, run: Callable[[Any], Any]) -> Any:
         """Run ``run(core)`` on the engine thread between two steps and return its result."""
         if self._refusal is not None and not self._thread.is_alive():
-            raise self._refusal
+            raise self._refusal.with_traceback(None)  # or each raise would add to it
         done: Future[Any] = Future()
         self._send(_Call(run, done))
         return await asyncio.wrap_future(done)

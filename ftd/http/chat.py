@@ -40,7 +40,7 @@ from .turn import (
     turn_job,
 )
 
-_TEMPLATE_OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+_TEMPLATE_OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "self"})
 
 
 def read_chat(fields: Fields, asked: Asked) -> Chat:

@@ -30,6 +30,10 @@ class BodyTooSlow(RequestInvalid):
     code, status = "request_timeout", 408
 
 
+class BodyCompressed(RequestInvalid):
+    code, status = "unsupported_content_encoding", 415
+
+
 class NoSuchRoute(FtdError):
     code, status = "not_found", 404
 

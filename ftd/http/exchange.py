@@ -23,9 +23,10 @@ from aiohttp.http import HttpProcessingError
 
 from ftd.config import Config
 from ftd.errors import BodyTooLarge, FtdError, NotReady, QueueFull, RequestInvalid
+from ftd.lifecycle.beside import trim_heap
 from ftd.text.answer import Piece, joined
 
-from .errors import BodyTooSlow, json_response
+from .errors import BodyCompressed, BodyTooSlow, json_response
 from .fields import Fields, parse_body
 from .generation import Generation, Job, Usage, as_ftd_error
 from .listener import Hold, Listener, Voice
@@ -38,6 +39,7 @@ log = structlog.get_logger(__name__)
 
 BODY_TIMEOUT_S = 60.0  # for a body to arrive; the largest at 5 Mbit/s
 BODIES = 8  # of the largest size may be held at once, by however many requests
+LARGE_BODY_BYTES = 1 << 20  # what was made of such a one is many times as large
 T = TypeVar("T")
 
 
@@ -241,6 +243,12 @@ async def read_body(request: web.Request, front: FrontEnd) -> AsyncIterator[byte
     It counts until the request ends: what was made of it lives as long.
     """
     limit_bytes, body = front.config.body_limit, bytearray()
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding.lower() != "identity":
+        raise BodyCompressed(
+            f"the body is compressed ({encoding[:50]}), and a small one could become a huge one",
+            hint="send it as it is; no agent compresses",
+        )
     if (request.content_length or 0) > limit_bytes:
         raise _too_large(request.content_length or 0, limit_bytes)
     try:
@@ -260,6 +268,8 @@ async def read_body(request: web.Request, front: FrontEnd) -> AsyncIterator[byte
         yield bytes(body)
     finally:
         front.body_bytes -= len(body)
+        if len(body) > LARGE_BODY_BYTES:
+            front.workers.submit(trim_heap)
 
 
 def _too_large(size_bytes: int, limit_bytes: int) -> BodyTooLarge:

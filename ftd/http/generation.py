@@ -133,6 +133,14 @@ class Generation:
         self._told_s = 0.0  # when something was last handed on
 
     async def __aenter__(self) -> Generation:
+        limits = self._engine.limits
+        if self._job.answers > limits.max_running + limits.max_waiting:
+            raise RequestInvalid(
+                f"{self._job.answers} answers are asked for at once, "
+                f"{limits.max_running + limits.max_waiting} requests may run or wait here",
+                param="n",
+                hint="--max-waiting raises the limit",
+            )
         try:
             for index in range(self._job.answers):
                 self._tickets.append(self._engine.submit(self._request(index)))

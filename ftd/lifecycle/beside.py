@@ -46,8 +46,13 @@ async def cancel_all(*tasks: asyncio.Future[Any]) -> None:
 
 
 def trim_memory() -> None:
-    """Hand freed memory back to the system; glibc keeps what lay below its growing threshold."""
+    """Hand freed memory back to the system, what only cycles held included."""
     gc.collect()
+    trim_heap()
+
+
+def trim_heap() -> None:
+    """Hand back what is free; glibc keeps what lay below its growing threshold, in each arena."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim:
         trim(0)

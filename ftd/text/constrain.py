@@ -105,7 +105,7 @@ class ConstraintCompiler:
         try:
             found = _Compilation(tables, markup, self._eos_ids).rules(demand, tools, thinking)
         except RequestInvalid as error:
-            found = error
+            found = _alone(error)
         self._keep(key, found)
         return _unless_refused(found)
 
@@ -315,5 +315,10 @@ def _key(*facts: Any) -> bytes:
 
 def _unless_refused(found: Rules | RequestInvalid | None) -> Rules | None:
     if isinstance(found, RequestInvalid):
-        raise RequestInvalid(found.message, param=found.param, hint=found.hint)
+        raise _alone(found)
     return found
+
+
+def _alone(error: RequestInvalid) -> RequestInvalid:
+    """Without the traceback, whose frames hold the request."""
+    return RequestInvalid(error.message, param=error.param, hint=error.hint)

@@ -254,13 +254,17 @@ async def test_an_operators_cancel_reaches_both_modes(front):
 
 
 async def test_a_full_queue_says_when_to_come_back(front):
-    front.engine.limits = replace(front.engine.limits, max_running=1, max_waiting=1)
+    front.engine.limits = replace(front.engine.limits, max_running=1, max_waiting=2)
+    front.script("first", first_delay_s=60)
+    first = asyncio.create_task(front.chat("first"))
+    await front.until(lambda: front.engine.active)
     status, body = await front.chat("hi", n=3)
     assert (status, body["error"]["code"]) == (429, "rate_limit_exceeded")
-    assert not front.engine.active, "the admitted copies were given back"
+    assert len(front.engine.active) == 1, "the admitted copies were given back"
     body = {"messages": [{"role": "user", "content": "hi"}], "n": 3, "stream": True}
     async with front.client.post(f"{front.url}/v1/chat/completions", json=body) as response:
         assert (response.status, response.headers["Retry-After"]) == (429, "7")
+    first.cancel()
 
 
 async def test_no_model_is_503_with_retry_after(front):
@@ -385,3 +389,11 @@ async def test_text_is_logged_when_asked_for(start_front):
     line = next(line for line in lines if line["event"] == "request.finished")
     assert "greet" in line["prompts"][0]
     assert line["texts"] == ["secret answer"]
+
+
+async def test_more_answers_than_may_ever_wait_are_refused_for_good(front):
+    """A 429 would be tried again for ever."""
+    status, body = await front.chat("hi", n=13)
+    assert (status, body["error"]["param"]) == (400, "n")
+    assert "12" in body["error"]["message"]
+    assert (await front.chat("hi", n=12))[0] == 200

@@ -188,6 +188,16 @@ async def _chunks(count: int):
         yield b"x" * 1000
 
 
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "nonsense"])
+async def test_a_compressed_body_is_refused_unread(front, encoding):
+    headers = {"Content-Encoding": encoding}
+    response, body = await request(
+        front, "POST", "/v1/chat/completions", headers=headers, data=b"\x1f\x8b\x08" * 100
+    )
+    assert response.status == 415
+    assert b"unsupported_content_encoding" in body
+
+
 async def test_a_declared_length_that_is_too_large_is_refused_unread(start_front):
     front = await start_front(Config(body_limit=2000))
     status, body = await _declare(front, 200 * 2**20)
