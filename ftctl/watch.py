@@ -29,7 +29,6 @@ LOOKS = {
     "states": ("s", view.YELLOW),
     "KV pool": ("K", view.GREEN),
     "expert slots": ("E", MAGENTA),
-    "headroom": ("h", DIM),
 }
 BARS = " .:-=+*#%@"  # of a chart without Unicode
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -96,7 +95,8 @@ def _head(event: p.StatusResult, width: int, paint: Paint) -> list[str]:
 
 
 def _memory(uses: Sequence[p.MemoryRow], width: int, paint: Paint) -> list[str]:
-    """A map of the memory that computes, and what its letters mean."""
+    """A map of the memory that computes, and what its letters mean; headroom is nobody's."""
+    uses = [use for use in uses if use.name != "headroom"]
     total = sum(use.planned_bytes for use in uses)
     used = sum(use.used_bytes for use in uses)
     head = f"memory    {format_bytes(used)} of {format_bytes(total)} in use"

@@ -45,6 +45,7 @@ EVENT = p.StatusResult(
         p.MemoryRow("host pool", 54 * 2**30, 54 * 2**30),
         p.MemoryRow("KV pool", 16 * 2**30, 4 * 2**30),
         p.MemoryRow("expert slots", 8 * 2**30, 8 * 2**30),
+        p.MemoryRow("headroom", 2**40, 2**40),
     ),
     traffic=p.Traffic(0.5, 10.0, 120.0, 0.0, 300.0, 900.0, 100.0, 60.0, 3.0, None, 9.1 * GB),
     engine=EngineStatus(
