@@ -1,6 +1,7 @@
 """Write a full-width Mixture-of-Experts checkpoint with random weights and *skewed* routing.
 
     python tools/make_synthetic.py /dev/shm/synthetic --layers 16
+    python tools/make_synthetic.py /dev/shm/synthetic --format nvfp4
 
 Real checkpoints cannot always be had where speed is measured. Random routers, however, spread
 tokens evenly over the experts, which no trained model does, so an expert cache measured on them
@@ -14,6 +15,8 @@ adjustable popularity skew:
 With ``--skew 1.0`` an LRU that holds 37 % of all experts misses about 15 % of its reads at decode,
 as published for a trained 35B model; ``--skew 0`` is uniform routing. Sample with temperature 1:
 greedy decoding of random weights falls into loops and flatters any cache.
+
+``--format`` stores the experts, and what else is published so, in another format than bf16.
 """
 
 from __future__ import annotations
@@ -21,11 +24,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from synthetic_formats import DENSE_TOO, FORMATS, Source
 
 SMALL = 0.15  # layer outputs stay small, so that the shared direction survives the layers
 
@@ -58,22 +66,22 @@ PRESETS = {
 class Writer:
     """Draws tensors and saves them shard by shard."""
 
-    def __init__(self, out: Path, shape: Shape, skew: float, seed: int, device: str) -> None:
-        self.out, self.shape, self.skew, self.device = out, shape, skew, device
-        self.generator = torch.Generator(device).manual_seed(seed)
+    def __init__(self, out: Path, shape: Shape, skew: float, source: Source, fmt: str) -> None:
+        self.out, self.shape, self.skew, self.format = out, shape, skew, fmt
+        self.source = source
+        self.normal, self.wide = source.normal, source.wide
         self.num_shards = shape.layers + 1
         self.index: dict[str, str] = {}
         self.total_bytes = 0
 
-    def normal(self, *shape: int, std: float) -> torch.Tensor:
-        empty = torch.empty(*shape, device=self.device, dtype=torch.bfloat16)
-        return empty.normal_(0, std, generator=self.generator)
-
-    def wide(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device=self.device, generator=self.generator)
-
     def ones(self, size: int) -> torch.Tensor:
         return torch.ones(size, dtype=torch.bfloat16)
+
+    def linear(
+        self, module: str, rows: int, columns: int, std: float, fmt: str
+    ) -> dict[str, torch.Tensor]:
+        stored = FORMATS[fmt](self.source, rows, columns, std)
+        return {f"{module}.{suffix}": tensor for suffix, tensor in stored}
 
     def save(self, number: int, tensors: dict[str, torch.Tensor]) -> None:
         name = f"model-{number:05d}-of-{self.num_shards:05d}.safetensors"
@@ -113,21 +121,20 @@ class Writer:
         tensors = {
             "input_layernorm.weight": self.ones(s.hidden),
             "post_attention_layernorm.weight": self.ones(s.hidden),
-            "self_attn.q_proj.weight": self.normal(q, s.hidden, std=std),
-            "self_attn.k_proj.weight": self.normal(s.kv_heads * s.head_dim, s.hidden, std=std),
-            "self_attn.v_proj.weight": self.normal(s.kv_heads * s.head_dim, s.hidden, std=std),
-            "self_attn.o_proj.weight": self.normal(s.hidden, q, std=SMALL / math.sqrt(q)),
             "self_attn.q_norm.weight": self.ones(s.head_dim),
             "self_attn.k_norm.weight": self.ones(s.head_dim),
             "mlp.gate.weight": router.bfloat16(),
         }
+        dense, kv = self.format if self.format in DENSE_TOO else "bf16", s.kv_heads * s.head_dim
+        for name, rows in (("q", q), ("k", kv), ("v", kv)):
+            tensors |= self.linear(f"self_attn.{name}_proj", rows, s.hidden, std, dense)
+        tensors |= self.linear("self_attn.o_proj", s.hidden, q, SMALL / math.sqrt(q), dense)
         for expert in range(s.experts):
-            e = f"mlp.experts.{expert}."
-            tensors[e + "gate_proj.weight"] = self.normal(s.inner, s.hidden, std=std)
-            tensors[e + "up_proj.weight"] = self.normal(s.inner, s.hidden, std=std)
-            tensors[e + "down_proj.weight"] = self.normal(
-                s.hidden, s.inner, std=SMALL / math.sqrt(s.inner)
-            )
+            e = f"mlp.experts.{expert}"
+            for name in ("gate_proj", "up_proj"):
+                tensors |= self.linear(f"{e}.{name}", s.inner, s.hidden, std, self.format)
+            down_std = SMALL / math.sqrt(s.inner)
+            tensors |= self.linear(f"{e}.down_proj", s.hidden, s.inner, down_std, self.format)
         return {at + name: tensor for name, tensor in tensors.items()}
 
 
@@ -192,15 +199,14 @@ def make(
     skew: float = 1.0,
     seed: int = 0,
     device: str | None = None,
+    fmt: str = "bf16",
 ) -> Shape:
     """Write the checkpoint into folder ``out``; returns its shape."""
     shape = PRESETS[preset]
     shape = replace(shape, layers=layers or shape.layers)
     out.mkdir(parents=True, exist_ok=True)
-    writer = Writer(
-        out, shape, skew, seed, device or ("cuda" if torch.cuda.is_available() else "cpu")
-    )
-    writer.write()
+    source = Source(seed, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    Writer(out, shape, skew, source, fmt).write()
     (out / "config.json").write_text(json.dumps(config(shape), indent=1))
     generation = {"do_sample": True, "temperature": 1.0, "eos_token_id": [shape.vocab - 1]}
     (out / "generation_config.json").write_text(json.dumps(generation))
@@ -215,12 +221,19 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--preset", choices=PRESETS, default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, help="fewer than published, to fit the disk")
+    parser.add_argument("--format", choices=FORMATS, default="bf16")
     parser.add_argument("--skew", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device")
     options = parser.parse_args()
     shape = make(
-        options.out, options.preset, options.layers, options.skew, options.seed, options.device
+        options.out,
+        options.preset,
+        options.layers,
+        options.skew,
+        options.seed,
+        options.device,
+        options.format,
     )
     print(f"{options.out}: {asdict(shape)}")
 
