@@ -143,6 +143,18 @@ class Config:
         "How long a plain request waits for a model that is being loaded before it is refused; "
         "some clients give up when nothing comes for 120 s. Streams get life signs and wait on.",
     )
+    anchor_dir: Path | None = setting(
+        None,
+        kinds.path(),
+        "Directory that keeps what requests can resume from across restarts (CPU device).",
+        default_text="not kept",
+    )
+    anchor_bytes: int = setting(
+        8 * GiB,
+        kinds.size(MiB, 2**50),
+        "Most bytes that --anchor-dir may hold of one model.",
+        default_text="8G",
+    )
     idle_unload: float | None = setting(
         None,
         kinds.duration(1, 7 * 86400),

@@ -29,6 +29,7 @@ from ftd.engine.api import (
 from ftd.engine.batch import Span
 from ftd.engine.meter import Meter
 from ftd.engine.recurrence import Recurrence
+from ftd.engine.restoring import Restoring
 from ftd.engine.runner import Runner, StepResult
 from ftd.engine.sampling import Draw, SamplingState, token_logprob
 from ftd.errors import ConstraintFailed, EngineFailed
@@ -38,6 +39,7 @@ from ftd.experts.trace import TraceRecorder
 from ftd.kv.anchor_book import AnchorBook
 from ftd.kv.anchors import Anchor, AnchorInfo, AnchorKind, Ended, Resumed
 from ftd.kv.cache import KvCache
+from ftd.kv.disk import DiskStore
 from ftd.kv.pages import PagePool
 from ftd.kv.prefix_tree import Part, PrefixTree, Reuse
 from ftd.kv.value import rank_of_pages
@@ -144,6 +146,8 @@ class EngineCore:
         self.pages = PagePool(kv.num_pages, kv.page_tokens, kv.first_page)
         self.tree = PrefixTree(self.pages, rank_of_pages, clock)
         self.anchors = AnchorBook(self.tree)
+        self.wake: Callable[[], None] = lambda: None  # from any thread: there is work again
+        self.restoring = self._restoring(None)
         num_states = kv.states.num_slots if kv.states else 0
         self.recurrence = Recurrence(num_states, limits.max_running, clock)
         self.rates = Rates()
@@ -166,6 +170,8 @@ class EngineCore:
         sequence = Sequence(request, self._arrivals)
         sampling = SamplingState(request.sampling, request.prompt_ids, request.constraint)
         self._waiting[sequence.key] = Answering(sequence, sampling)
+        if not self._waiting[sequence.key].wants_scores:
+            self.restoring.begin(sequence)
 
     def end(self, request_id: str, finish: Finish = Finish.CANCELLED) -> bool:
         """Forget a request; its finished pages stay cached. False: it is over already.
@@ -173,6 +179,7 @@ class EngineCore:
         Args:
             finish: STOP if the text layer has found a stop string, which is a good end.
         """
+        self.restoring.forget(request_id)
         answering = self._waiting.pop(request_id, None) or self._running.pop(request_id, None)
         if answering is None:
             return False
@@ -184,7 +191,22 @@ class EngineCore:
         return True
 
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running)
+        return bool(self._running or self._ready() or self.restoring.has_arrived)
+
+    def keep_on_disk(self, store: DiskStore) -> None:
+        """From now on; what it holds is found, what ends is written."""
+        store.wake = self._woken
+        self.restoring = self._restoring(store)
+
+    def _woken(self) -> None:
+        self.wake()  # whatever that is by then
+
+    def _restoring(self, store: DiskStore | None) -> Restoring:
+        return Restoring(store, self.tree, self.pages, self.kv, self.anchors)
+
+    def _ready(self) -> list[Answering]:
+        """Those that wait for their turn, and not for the disk."""
+        return [a for key, a in self._waiting.items() if not self.restoring.waits(key)]
 
     def in_prefill(self, request_id: str) -> bool:
         return request_id in self._prefilling
@@ -220,6 +242,7 @@ class EngineCore:
         return self._complete(step, self._clock()) if step else []
 
     def close(self) -> None:
+        self.restoring.close()
         self._close()
 
     def warm_up(self) -> None:
@@ -250,6 +273,9 @@ class EngineCore:
         Raises whatever ``beat`` raises at a layer border: nothing is committed then.
         """
         began_s = self._clock()
+        self.restoring.take()
+        if not self._running and not self._ready():
+            return []
         step = self._ahead or self._launch()
         self._ahead = None
         if any(self._is_live(answering) for answering, _ in step.runs):
@@ -320,7 +346,7 @@ class EngineCore:
 
     def _plan(self) -> StepPlan:
         running = [self._view(a.sequence) for a in self._running.values()]
-        waiting = [a.sequence.view(0) for a in self._waiting.values()]
+        waiting = [a.sequence.view(0) for a in self._ready()]
         line = next_in_line(waiting, running, self.limits)
         return plan_step(
             running,
@@ -553,6 +579,7 @@ class EngineCore:
     def _give_back(self, sequence: Sequence, *, answered: bool = False) -> None:
         ids, chance = sequence.ids[: sequence.computed], self._chance(sequence)
         self.tree.insert(ids, sequence.pages, ends=True, chance=chance)
+        self.restoring.offer(sequence, chance, answered)
         turn = [Anchor(sequence.computed, AnchorKind.TURN)] if answered and ids else []
         self._note_anchors(sequence, [*sequence.request.anchors, *turn])
         self.recurrence.leave(sequence)
@@ -566,14 +593,20 @@ class EngineCore:
     # ---- figures
 
     def drop_anchors(self, session: str | None) -> int:
-        """Forget what ``session`` alone has used, or all that nobody uses; returns pages freed."""
+        """Forget what ``session`` alone has used, or all that nobody uses; returns pages freed.
+
+        What is on disk goes only with all.
+        """
+        if session is None:
+            self.restoring.clear()
         return self.anchors.drop(session)
 
     def anchor_infos(self, session: str | None = None) -> tuple[AnchorInfo, ...]:
-        """Anchors of one session, or all."""
+        """Anchors of one session, or all: those in memory, then those on disk alone."""
         now_s, token_bytes = self._clock(), self.kv.page_bytes / self.kv.page_tokens
         token_s = self.rates.line[1] if self.rates.chunk_tokens else 0.0
-        return tuple(
+        on_disk = {(a.session, a.kind, a.position): a for a in self.restoring.on_disk()}
+        infos = [
             AnchorInfo(
                 session=anchor.session,
                 kind=str(anchor.kind),
@@ -581,15 +614,15 @@ class EngineCore:
                 tokens=tokens,
                 kv_bytes=round(tokens * token_bytes),
                 state_bytes=0,
-                disk_bytes=0,
+                disk_bytes=_bytes(on_disk.pop(anchor.identity, None)),
                 hits=anchor.hits,
                 age_s=max(0.0, now_s - anchor.used_s),
                 saved_s=anchor.saved * token_s,
                 in_use=not self.pages.is_idle(run.pages[0]),
             )
             for anchor, tokens, run in self.anchors
-            if session in (None, anchor.session)
-        )
+        ]
+        return tuple(a for a in (*infos, *on_disk.values()) if session in (None, a.session))
 
     def _measure(self, runs: Seq[tuple[Answering, int]], drawn: int, seconds: float) -> None:
         rows = sum(tokens == 1 for _, tokens in runs)
@@ -639,6 +672,10 @@ class EngineCore:
                 for a in group.values()
             ),
         )
+
+
+def _bytes(on_disk: AnchorInfo | None) -> int:
+    return on_disk.disk_bytes if on_disk else 0
 
 
 def _info(answering: Answering, state: str, now_s: float) -> RequestInfo:

@@ -17,6 +17,7 @@ import structlog
 import torch
 
 from ftd.checkpoint.headers import Checkpoint, check, dense_matrices, read_checkpoint
+from ftd.checkpoint.identity import checkpoint_digest
 from ftd.checkpoint.load import load_weights
 from ftd.checkpoint.stored import StoredMatrix
 from ftd.config import Config
@@ -31,7 +32,7 @@ from ftd.engine.core import EngineCore, StepExperts
 from ftd.engine.cuda_runner import CudaRunner
 from ftd.engine.runner import CpuRunner, Runner
 from ftd.engine.thread import EngineThread
-from ftd.errors import CheckpointError, NotReady
+from ftd.errors import CheckpointError, ConfigError, NotReady
 from ftd.experts.host_pool import HostPool
 from ftd.experts.runtime import ExpertRuntime
 from ftd.kernels.cpu import native
@@ -39,6 +40,7 @@ from ftd.kernels.formats import ExpertLayout, Matrix
 from ftd.kernels.ops import Ops
 from ftd.kernels.reference import TorchOps
 from ftd.kv.cache import KvCache
+from ftd.kv.disk import DiskStore
 from ftd.kv.state_cache import StateCache
 from ftd.memory import vram
 from ftd.memory.machine import Machine, own_bytes, read_machine
@@ -175,6 +177,7 @@ def load_core(
 ) -> EngineCore:
     """``load_engine`` without the thread: the caller drives the steps."""
     spec, plan, layout = prepared.spec, prepared.plan, prepared.layout
+    _refuse_anchor_dir(config, prepared)
     with ExitStack() as undo:  # what a failed load has taken; a good one hands it to the core
         pool = HostPool(
             len(spec.moe_layers),
@@ -213,11 +216,38 @@ def load_core(
         )
     try:
         core.warm_up()
+        if config.anchor_dir is not None:
+            core.keep_on_disk(_disk_store(config, config.anchor_dir, prepared, core))
         _refuse_if(cancelled)
     except BaseException:
         core.close()
         raise
     return core
+
+
+def _disk_store(config: Config, path: Path, prepared: Prepared, core: EngineCore) -> DiskStore:
+    dtype = act_dtype(config, prepared.spec)
+    try:
+        model = checkpoint_digest(prepared.checkpoint, dtype, core.kv.page_tokens)
+    except OSError as error:
+        raise CheckpointError(f"the weights cannot be read again: {error}") from error
+    return DiskStore(path, model, config.anchor_bytes, core.kv, core.pages)
+
+
+def _refuse_anchor_dir(config: Config, prepared: Prepared) -> None:
+    """Raises ConfigError where KV cannot be kept on disk."""
+    if config.anchor_dir is None:
+        return
+    if prepared.plan.vram is not None:
+        raise ConfigError(
+            "--anchor-dir keeps KV of the CPU device, this model is served on a GPU",
+            hint="leave it out, or add --device cpu",
+        )
+    if prepared.plan.num_states:
+        raise ConfigError(
+            f"--anchor-dir keeps KV only, {prepared.spec.model_type} has recurrent states as well",
+            hint="leave it out",
+        )
 
 
 @dataclass(frozen=True, slots=True)

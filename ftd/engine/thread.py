@@ -46,6 +46,7 @@ class Core(Protocol):
     """What the thread drives; ``ftd.engine.core.EngineCore``, or a small model of it in tests."""
 
     beat: Callable[[], None]  # called at every layer; may raise StepInterrupted
+    wake: Callable[[], None]  # called from any thread when there is work again
 
     def add(self, request: EngineRequest) -> None: ...
     def end(self, request_id: str, finish: Finish) -> bool: ...
@@ -80,7 +81,12 @@ class _Close:
     pass
 
 
-_Message = _Add | _End | _Call | _Close
+@dataclass(frozen=True, slots=True)
+class _Wake:
+    pass
+
+
+_Message = _Add | _End | _Call | _Close | _Wake
 
 
 class EngineTicket:
@@ -156,6 +162,7 @@ class EngineThread:
         self._status = core.status()
         self._published_s = 0.0
         core.beat = self._layer_border
+        core.wake = self._wake
         self._thread = threading.Thread(target=self._run, name="ftd-engine", daemon=True)
         self._thread.start()
 
@@ -263,6 +270,9 @@ class EngineThread:
     def _send(self, message: _Message) -> None:
         self._inbox.put(message)
 
+    def _wake(self) -> None:
+        self._send(_Wake())
+
     def _on_loop(self, call: Callable[..., None], *args: Any) -> None:
         try:
             if self._loop is not None:
@@ -306,6 +316,8 @@ class EngineThread:
                     self._call(run, done)
                 case _Close():
                     return False
+                case _Wake():
+                    pass  # has_work is asked next
         return True
 
     def _arrived(self, wait_s: float | None) -> list[_Message]:

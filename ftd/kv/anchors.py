@@ -64,6 +64,11 @@ class KeptAnchor:
     saved: float = 0.0  # by those, in seconds if a first token takes one (``value.Cost``)
 
     @property
+    def identity(self) -> tuple[str, str, int]:
+        """What it is found by on disk."""
+        return self.session, str(self.kind), self.position
+
+    @property
     def shown(self) -> bool:
         """A place where prompts part is an anchor once a prompt has come to it again."""
         return self.kind is not AnchorKind.FORK or self.hits > 0

@@ -28,6 +28,7 @@ class PagePool:
         self._users = [0] * (first + num_pages)
         self._kept = bytearray(first + num_pages)
         self._idle = 0
+        self.lives = [0] * (first + num_pages)  # how often each page has come free; only grows
 
     @property
     def free(self) -> int:
@@ -72,6 +73,7 @@ class PagePool:
                     self._idle += 1
                 else:
                     self._free.append(page)
+                    self.lives[page] += 1
 
     def keep(self, page: int) -> None:
         """The prefix tree takes hold of a page in use."""
@@ -85,6 +87,7 @@ class PagePool:
         if self._users[page] == 0:
             self._idle -= 1
             self._free.append(page)
+            self.lives[page] += 1
 
     def resize(self, num_pages: int) -> list[tuple[int, int]]:
         """Change the number of pages. A held page whose number goes away takes a free one's place.
@@ -103,8 +106,10 @@ class PagePool:
         more = max(0, end - were)
         self._users.extend([0] * more)
         self._kept.extend(bytes(more))
+        self.lives.extend([0] * (end - len(self.lives)))
         for page, to in moves:
             self._users[to], self._kept[to] = self._users[page], self._kept[page]
+            self.lives[page] += 1
         del self._users[end:], self._kept[end:]
         self._free, self.num_pages = staying, num_pages
         return moves

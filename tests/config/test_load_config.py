@@ -54,6 +54,7 @@ def test_every_setting_has_the_same_name_everywhere(tmp_path):
         "load_threads": "2", "log_level": '"debug"', "log_format": '"json"',
         "log_prompts": "true", "fault": '"step:3,load:1,slow:50ms"', "hold": '"20s"',
         "thinking": '"off"', "drop_billing_line": "false", "tool_dialect": '"hermes"',
+        "anchor_dir": '"/tmp/a"', "anchor_bytes": '"2M"', "idle_unload": '"10m"',
     }  # fmt: skip
     assert set(typed) == {f.name for f in settings()}
     text = {k: v.strip("[]").replace('"', "").replace(", ", ",") for k, v in typed.items()}

@@ -1,0 +1,298 @@
+"""Keeps KV on disk: written behind the engine's back, and read before a request is admitted.
+
+One worker thread does all reading and writing. To write, it copies pages straight from the memory
+that steps use, without a lock: a whole page of the prefix tree does not change while the tree keeps
+it, and ``PagePool.lives`` tells afterwards whether it did. What is read is handed over when it has
+been checked; the engine copies it into pages of its own between two steps.
+
+Nothing on disk is needed: what is damaged, foreign or gone is left out, with a line in the log.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+import torch
+
+from ftd.errors import ConfigError
+from ftd.kv.block_file import SUFFIX, BlockUnusable, Head, read_block, read_head, write_block
+from ftd.kv.block_index import BlockIndex, Entry
+from ftd.kv.cache import KvCache
+from ftd.kv.pages import PagePool
+
+log = structlog.get_logger(__name__)
+
+BLOCK_PAGES = 16
+MOST_JOBS = 64  # of writing; beyond these the oldest is left out
+AHEAD_BLOCKS = 4  # read and checked before the engine has taken them
+REST_S = 60.0  # after a disk that refused to be written
+CLOSE_S = 10.0
+LOOK_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A sequence that has ended, as the engine thread saw it."""
+
+    ids: array[int]
+    pages: array[int]
+    lives: tuple[int, ...]  # of the pages
+    chance: float
+    anchors: tuple[tuple[int, str, str], ...]  # position, kind, session
+
+
+@dataclass(slots=True)
+class Reading:
+    """Blocks of one prompt on their way from disk."""
+
+    ids: array[int]
+    entries: Sequence[tuple[Entry, int]]  # and how many tokens of each
+    blocks: deque[tuple[Head, int, list[torch.Tensor]]] = field(default_factory=deque)
+    over: bool = False  # no more will come
+    unwanted: bool = False
+    room: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(AHEAD_BLOCKS))
+
+    def give_up(self) -> None:
+        """Whoever asked for it wants no more."""
+        self.unwanted = True
+        self.room.release()
+
+
+class DiskStore:
+    """
+    Args:
+        directory: made if it is missing; other models' blocks may be in it.
+        model: digest of weights, type and layout.
+        limit_bytes: of this model's files.
+        wake: called from the worker when something has been read.
+    Raises:
+        ConfigError: the directory cannot be used.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        model: str,
+        limit_bytes: int,
+        kv: KvCache,
+        pool: PagePool,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.wake = wake
+        self._directory = directory / model[:16]
+        self._limit_bytes = limit_bytes
+        self._kv, self._pool = kv, pool
+        self._index = BlockIndex(model, BLOCK_PAGES * pool.page_tokens)
+        self._lock = threading.Lock()  # of the index
+        self._jobs: deque[Offer] = deque()
+        self._readings: deque[Reading] = deque()
+        self._work = threading.Semaphore(0)
+        self._busy = False
+        self._closed = False
+        self._rests_until_s = 0.0
+        self._reading: Reading | None = None  # under way
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._scan()
+        except OSError as error:
+            raise ConfigError(
+                f"{directory} cannot hold anchors: {error.strerror or error}",
+                hint="name a directory that can be written with --anchor-dir",
+            ) from error
+        self._thread = threading.Thread(target=self._run, name="ftd-anchors", daemon=True)
+        self._thread.start()
+
+    # ---- on the engine thread
+
+    @property
+    def bytes(self) -> int:
+        return self._index.bytes
+
+    def offer(
+        self,
+        ids: array[int],
+        pages: Sequence[int],
+        chance: float,
+        anchors: tuple[tuple[int, str, str], ...],
+    ) -> None:
+        """Have what is computed of a sequence written; its pages are in the prefix tree."""
+        lives = tuple(self._pool.lives[page] for page in pages)
+        if len(self._jobs) >= MOST_JOBS:
+            self._jobs.popleft()
+        self._jobs.append(Offer(ids, array("i", pages), lives, chance, anchors))
+        self._work.release()
+
+    def read(self, ids: array[int], known_tokens: int) -> Reading | None:
+        """Begin to read what the disk has of ``ids`` beyond ``known_tokens``; None: nothing."""
+        with self._lock:
+            entries = self._index.known(ids)
+        wanted = [(e, n) for e, n in entries if e.head.begin + n > known_tokens]
+        if not wanted:
+            return None
+        reading = Reading(ids, wanted)
+        self._readings.append(reading)
+        self._work.release()
+        return reading
+
+    def heads(self) -> list[tuple[Head, int]]:
+        """Of all blocks, with the bytes of their files."""
+        with self._lock:
+            return [(entry.head, entry.file_bytes) for entry in self._index]
+
+    def clear(self) -> None:
+        """Remove all files."""
+        with self._lock:
+            entries = list(self._index)
+            for entry in entries:
+                self._remove(entry)
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until all that was offered has been written or left out."""
+        until_s = time.monotonic() + timeout_s
+        while self._jobs or self._readings or self._busy:
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(LOOK_S)
+        return True
+
+    def close(self) -> None:
+        """Write what is left, for a few seconds at most, and stop."""
+        self.wait_idle(CLOSE_S)
+        self._closed = True
+        if reading := self._reading:
+            reading.room.release()
+        self._work.release()
+        self._thread.join()
+
+    # ---- on the worker thread
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._work.acquire()
+            self._busy = True
+            if self._readings and not self._closed:  # somebody waits for these
+                self._read(self._readings.popleft())
+            elif self._jobs and not self._closed:
+                self._write(self._jobs.popleft())
+            self._busy = False
+
+    def _write(self, offer: Offer) -> None:
+        if time.monotonic() < self._rests_until_s:
+            return
+        begin = 0
+        for key, parent, ids in list(self._index.blocks(offer.ids)):
+            with self._lock:
+                known = key in self._index
+            if not known and not self._write_block(offer, key, parent, begin, ids):
+                return
+            begin += len(ids)
+
+    def _write_block(
+        self, offer: Offer, key: str, parent: str, begin: int, ids: array[int]
+    ) -> bool:
+        """False: the rest of the sequence cannot be written either."""
+        first = begin // self._pool.page_tokens
+        last = first + -(-len(ids) // self._pool.page_tokens)
+        pages = list(offer.pages[first:last])
+        kv = b"".join(
+            layer[pages].view(torch.uint8).numpy().tobytes()
+            for layers in zip(self._kv.k, self._kv.v, strict=True)
+            for layer in layers
+        )
+        if any(
+            self._pool.lives[page] != life
+            for page, life in zip(pages, offer.lives[first:last], strict=True)
+        ):
+            return False  # evicted in the meantime
+        end = begin + len(ids)
+        anchors = tuple(a for a in offer.anchors if begin < a[0] <= end)
+        head = Head(self._index.model, parent, begin, len(ids), len(kv), offer.chance, anchors)
+        path = self._directory / f"{key}{SUFFIX}"
+        try:
+            size = write_block(path, head, ids, kv)
+        except OSError as error:
+            self._rests_until_s = time.monotonic() + REST_S
+            log.warning("anchors.not_written", cause=str(error), rest_s=REST_S)
+            return False
+        with self._lock:
+            for entry in self._index.covered(parent, ids):
+                self._remove(entry)
+            self._index.add(Entry(key, head, ids, size, time.time()))
+            for entry in self._index.first_out(self._limit_bytes):
+                self._remove(entry)
+        return True
+
+    def _read(self, reading: Reading) -> None:
+        self._reading = reading
+        for entry, tokens in reading.entries:
+            reading.room.acquire()
+            if reading.unwanted or self._closed:
+                break
+            path = self._directory / f"{entry.key}{SUFFIX}"
+            try:
+                head, ids, kv = read_block(path, self._index.model)
+                tensors = self._tensors(head, kv)
+            except (BlockUnusable, OSError) as error:
+                self._ignore(path, error)
+                with self._lock:
+                    self._index.remove(entry.key)
+                break
+            assert reading.ids[head.begin : head.begin + tokens] == ids[:tokens], head.begin
+            entry.used_s = time.time()
+            os.utime(path)
+            reading.blocks.append((head, tokens, tensors))
+            self.wake()
+        reading.over = True
+        self.wake()
+
+    def _tensors(self, head: Head, kv: memoryview) -> list[torch.Tensor]:
+        """Keys and values of each layer in turn: [pages, page_tokens, NKV, D]."""
+        pages = -(-head.tokens // self._pool.page_tokens)
+        if len(kv) != pages * self._kv.page_bytes:
+            raise BlockUnusable(
+                f"it holds {len(kv):,} bytes of KV, {pages * self._kv.page_bytes:,} are right"
+            )
+        data, tensors, at = bytearray(kv), [], 0
+        for layers in zip(self._kv.k, self._kv.v, strict=True):
+            for layer in layers:
+                shape = (pages, *layer.shape[1:])
+                count = pages * layer[0].numel()
+                tensors.append(
+                    torch.frombuffer(data, dtype=layer.dtype, count=count, offset=at).view(shape)
+                )
+                at += count * layer.dtype.itemsize
+        return tensors
+
+    def _scan(self) -> None:
+        """Find the blocks of earlier runs."""
+        for path in sorted(self._directory.iterdir()):
+            if path.suffix == ".part":
+                path.unlink(missing_ok=True)  # of a write that was cut
+                continue
+            try:
+                if path.suffix != SUFFIX:
+                    raise BlockUnusable("it is no file of ours")
+                head, ids, size = read_head(path, self._index.model)
+                used_s = path.stat().st_mtime
+            except (BlockUnusable, OSError) as error:
+                self._ignore(path, error)
+                continue
+            self._index.add(Entry(path.stem, head, ids, size, used_s))
+        for entry in self._index.first_out(self._limit_bytes):
+            self._remove(entry)
+        log.info("anchors.found", blocks=len(self._index), bytes=self._index.bytes)
+
+    def _remove(self, entry: Entry) -> None:
+        self._index.remove(entry.key)
+        (self._directory / f"{entry.key}{SUFFIX}").unlink(missing_ok=True)
+
+    def _ignore(self, path: Path, error: Exception) -> None:
+        log.warning("anchors.file_ignored", file=str(path), cause=str(error))
