@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from ftd.engine.resize import Resizing, resize
 from ftd.errors import BudgetExceeded
 
 PAGES = 40
+MIB = 2**20
 LEAST_PAGES = 13  # the longest request alone needs 12
 
 
@@ -121,3 +124,25 @@ def test_an_answer_ends_with_the_pool_that_became_smaller(model, alone):
         while core.has_work():
             tokens += sum(len(output.tokens) for output in core.step())
     assert 100 + tokens == 8 * 16
+
+
+def resident_bytes(what: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{what}:\s+(\d+) kB", status)[1]) * 1024
+
+
+def test_memory_goes_back_at_once_and_is_never_more_than_before():
+    with engine_core(ORACLES / "qwen3_moe", kv_tokens=32768) as core:
+        page_bytes, before = core.kv.page_bytes, resident_bytes("VmRSS")
+        for tensor in (*core.kv.k, *core.kv.v):
+            tensor[: core.kv.num_pages] = 1.0
+        full = resident_bytes("VmRSS")
+        assert full - before > 0.9 * 2048 * page_bytes > 50 * MIB
+        with suppress(OSError):  # not everywhere may the high-water mark be set back
+            Path("/proc/self/clear_refs").write_text("5")
+        peak = resident_bytes("VmHWM")
+        resize(core, 512, 0)
+        assert abs(full - resident_bytes("VmRSS") - 1536 * page_bytes) < 4 * MIB
+        resize(core, 2048, 0)
+        assert abs(full - resident_bytes("VmRSS") - 1536 * page_bytes) < 4 * MIB, "not touched yet"
+        assert resident_bytes("VmHWM") - peak < 4 * MIB
