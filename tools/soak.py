@@ -6,8 +6,9 @@
 Starts an ftd of its own, asks each question of a set of conversations once while nothing else runs,
 and then lets clients hold these conversations all at once: shared system prompts, tool turns,
 streams and plain replies, clients that leave in the middle, and with ``--budgets`` changes of the
-KV pool and the slots every few seconds. Greedy answers of the CPU device in float32 do not depend
-on what runs beside, so each one is compared with the undisturbed one, letter for letter.
+KV pool and the slots every few seconds, now and then to ``--auto``. Greedy answers of the CPU
+device in float32 do not depend on what runs beside, so each one is compared with the undisturbed
+one, letter for letter.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ TOOL = {
 }
 SAMPLE_S = 0.25
 BUDGET_S = 3.0  # between two changes
+BY_NEED = 0.2  # of the changes: --auto, until the next one
 REST_S = 10.0
 MOST_GROWTH = 0.02  # of resident memory, from a fifth of the time to its end
 
@@ -193,9 +195,10 @@ class Soak:
     async def change_budgets(self, rng: random.Random) -> None:
         while time.monotonic() < self.end_s:
             await asyncio.sleep(rng.uniform(0, 2 * BUDGET_S))
-            change = Budget(
-                kv_tokens=str(rng.choice(KV_TOKENS)), expert_slots=str(rng.choice(SLOTS))
-            )
+            tokens, slots = str(rng.choice(KV_TOKENS)), str(rng.choice(SLOTS))
+            change = Budget(kv_tokens=tokens, expert_slots=slots)
+            if rng.random() < BY_NEED:
+                change = Budget(auto=True)
             try:
                 done = await asyncio.to_thread(self.call, change)
             except Refused:  # a request under way is longer than the pool would be

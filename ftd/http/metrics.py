@@ -45,6 +45,8 @@ _COUNTERS = {
     "expert_misses": "Experts not found in a slot.",
     "expert_fetched": "Misses read into a slot.",
     "expert_evicted": "Experts that lost their slot.",
+    "preempted": "Sequences put off for lack of pages.",
+    "pages_evicted": "Pages of the prefix cache that made room for others.",
 }
 
 
