@@ -599,6 +599,7 @@ class EngineCore:
         """
         if session is None:
             self.restoring.clear()
+            self.recurrence.clear()
         return self.anchors.drop(session)
 
     def anchor_infos(self, session: str | None = None) -> tuple[AnchorInfo, ...]:
@@ -606,6 +607,8 @@ class EngineCore:
         now_s, token_bytes = self._clock(), self.kv.page_bytes / self.kv.page_tokens
         token_s = self.rates.line[1] if self.rates.chunk_tokens else 0.0
         on_disk = {(a.session, a.kind, a.position): a for a in self.restoring.on_disk()}
+        states = self.anchors.with_states(self.recurrence.store)
+        state_bytes = self.kv.states.slot_bytes if self.kv.states else 0
         infos = [
             AnchorInfo(
                 session=anchor.session,
@@ -613,7 +616,7 @@ class EngineCore:
                 position=anchor.position,
                 tokens=tokens,
                 kv_bytes=round(tokens * token_bytes),
-                state_bytes=0,
+                state_bytes=state_bytes if (run, anchor.position) in states else 0,
                 disk_bytes=_bytes(on_disk.pop(anchor.identity, None)),
                 hits=anchor.hits,
                 age_s=max(0.0, now_s - anchor.used_s),

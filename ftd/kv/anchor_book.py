@@ -12,6 +12,7 @@ from typing import NamedTuple
 from ftd.kv.anchors import Anchor, AnchorKind, KeptAnchor
 from ftd.kv.prefix_tree import PrefixTree
 from ftd.kv.runs import Run
+from ftd.kv.states import StateStore
 from ftd.kv.value import Cost, chance, is_side
 
 SESSIONS = 4096  # whose longest prompt is remembered
@@ -79,6 +80,15 @@ class AnchorBook:
             passed.used_s = self._tree.now_s()
             passed.saved += Cost(1.0).seconds(0, tokens)
         return passed
+
+    def with_states(self, states: StateStore) -> set[tuple[Run, int]]:
+        """Runs and positions at which a state of recurrent layers is kept beside the pages."""
+        found = set()
+        for kept in states:
+            runs = self._tree.path(kept.ids())
+            if runs and runs[-1].end >= kept.position:
+                found.add((runs[-1], kept.position))
+        return found
 
     def drop(self, session: str | None = None) -> int:
         """Forget what only ``session`` has used, or all; returns the pages freed.

@@ -118,6 +118,18 @@ def test_conversations_go_on_from_where_they_ended_or_parted(model):
             assert cold.tokens == answers[name].tokens and cold.reused == 0
 
 
+def test_anchors_tell_which_have_a_state_and_lose_it_when_dropped(model):
+    marks = (Anchor(21, ROLE), Anchor(33, ROLE))
+    with recurrent_core(model) as core:
+        answer_all(core, [request("a", range(50), 4, anchors=marks)])
+        infos = {info.position: info for info in core.anchor_infos()}
+        assert {21, 33} < infos.keys()
+        assert all(info.state_bytes == core.kv.states.slot_bytes for info in infos.values())
+        core.drop_anchors(None)
+        assert not core.anchor_infos() and core.status().states_held == 0
+        assert answer_all(core, [request("b", range(50), 4)])["b"].reused == 0
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_few_pages_and_few_states_evict_and_preempt(model, alone, seed):
     rng = random.Random(seed)
