@@ -2,9 +2,9 @@
 
 Clients parse the arguments of calls and write them anew, strip ids and drop layout, so a message of
 the past, rendered by the template, is seldom what was generated; from there on the prefix cache
-finds nothing. Here an answer is kept by the id of its first call, or by what was heard and said,
-and given back only for a message that still says the same. Whatever the client changed is rendered
-as changed, and what is forgotten costs time, never truth.
+finds nothing. Here an answer is kept by the id of its first call, or by its words and all before,
+and given back only for a message that still says the same in the same conversation. Whatever the
+client changed is rendered as changed, and what is forgotten costs time, never truth.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -30,10 +30,14 @@ _LINE_END = re.compile(r"(\r\n|\n|\r)")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an answer stands in a prompt."""
+    """Where an answer stands: behind what.
 
-    heard: bytes  # digest of the messages since the assistant's last
-    before: str  # the end of the prompt's text, up to what only a prompt to be answered has
+    Text counts from the end of the remembered answer before it, or from the prompt's beginning.
+    """
+
+    context: bytes  # digest of the messages before it
+    written: bytes  # digest of the prompt's text, up to what only a prompt to be answered has
+    chars: int  # of that text
     opening: str  # which follows it and the answer begins behind, such as an opened thinking
 
 
@@ -66,8 +70,7 @@ class Turn:
 
     @property
     def size_bytes(self) -> int:
-        texts = [self.place.before, self.place.opening]
-        texts += [text for call in self.calls for text in (call.id, call.name, call.arguments)]
+        texts = [text for call in self.calls for text in (call.id, call.name, call.arguments)]
         tokens = len(self.tokens) * self.tokens.itemsize
         return _TURN_BYTES + tokens + sum(map(len, texts))
 
@@ -92,11 +95,11 @@ class EchoMemory:
     def keep(self, place: Place, tokens: Iterable[int], said: Said) -> None:
         """Remember an answer; of two that cannot be told apart, the newer."""
         turn = Turn(
-            _key(place.heard, said.text, said.reasoning, [call.id for call in said.calls]),
+            _key(place.context, said.text, said.reasoning, [call.id for call in said.calls]),
             place,
             array("i", tokens),
-            _digest(said.text),
-            frozenset({_digest("".join(said.reasoning)), _digest("\n".join(said.reasoning))}),
+            digest(said.text),
+            frozenset({digest("".join(said.reasoning)), digest("\n".join(said.reasoning))}),
             tuple(said.calls),
         )
         with self._lock:
@@ -106,20 +109,20 @@ class EchoMemory:
             while self._bytes > self._limit_bytes:
                 self._drop(next(iter(self._turns)))
 
-    def find(self, message: Message, heard: bytes) -> Turn | None:
+    def find(self, message: Message, context: bytes) -> Turn | None:
         """The turn that ``message``, a normalised one of the assistant, is.
 
         Args:
-            heard: of the messages before it, by ``heard_before``.
+            context: of the messages before it, by ``contexts``.
         """
         ids = [call["id"] for call in message.get("tool_calls", ())]
         reasoning = message.get("reasoning_content", "")
-        key = _key(heard, message["content"], [reasoning], ids)
+        key = _key(context, message["content"], [reasoning], ids)
         with self._lock:
             turn = self._turns.get(key)
             if turn is not None:
                 self._turns.move_to_end(key)
-        if turn is None or turn.place.heard != heard or not _says(message, turn):
+        if turn is None or turn.place.context != context or not _says(message, turn):
             return None
         return turn
 
@@ -133,27 +136,30 @@ class EchoMemory:
             self._bytes -= turn.size_bytes
 
 
-def heard_before(messages: Sequence[Message]) -> list[bytes]:
-    """For each message, and for what may follow the last: a digest of the messages before it, back
-    to the assistant's last."""
-    digests, heard = [], blake2b(digest_size=16)
+def contexts(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+) -> list[bytes]:
+    """For each message, and for what may follow the last: a digest of all before it.
+
+    Arguments and thinking are left out: clients write them anew, and the prompt's text has them.
+    """
+    before = blake2b(orjson.dumps(tools), digest_size=16)
+    digests = []
     for message in messages:
-        digests.append(heard.digest())
-        if message["role"] == "assistant":
-            heard = blake2b(digest_size=16)
-            continue
+        digests.append(before.digest())
+        calls = [[_stable(c["id"]), c["function"]["name"]] for c in message.get("tool_calls", ())]
         result_of = _stable(message["tool_call_id"]) if "tool_call_id" in message else ""
-        facts = [message["role"], message.get("name"), message["content"], result_of]
-        heard.update(orjson.dumps(facts))
-    return [*digests, heard.digest()]
+        facts = [message["role"], message.get("name"), message["content"], calls, result_of]
+        before.update(orjson.dumps(facts))
+    return [*digests, before.digest()]
 
 
 def _says(message: Message, turn: Turn) -> bool:
     """Whether ``message`` is what was answered, but for how clients write it."""
     calls = message.get("tool_calls", ())
     return (
-        _digest(message["content"]) == turn.text
-        and _digest(message.get("reasoning_content", "")) in turn.reasoning
+        digest(message["content"]) == turn.text
+        and digest(message.get("reasoning_content", "")) in turn.reasoning
         and len(calls) == len(turn.calls)
         and all(map(_is_call, calls, turn.calls))
     )
@@ -201,11 +207,11 @@ def _without_trailing_blanks(text: str) -> str:
     return "".join(part if i % 2 else part.rstrip() for i, part in enumerate(_LINE_END.split(text)))
 
 
-def _key(heard: bytes, text: str, reasoning: Sequence[str], call_ids: Sequence[str]) -> bytes:
+def _key(context: bytes, text: str, reasoning: Sequence[str], call_ids: Sequence[str]) -> bytes:
     if call_ids:
         return _stable(call_ids[0]).encode()
     thoughts = "".join(reasoning).replace("\n", "")  # the same however the blocks are joined
-    return blake2b(orjson.dumps([text, thoughts]), digest_size=16, key=heard).digest()
+    return blake2b(orjson.dumps([text, thoughts]), digest_size=16, key=context).digest()
 
 
 def _stable(call_id: str) -> str:
@@ -213,5 +219,5 @@ def _stable(call_id: str) -> str:
     return "".join(filter(str.isalnum, call_id))[-_ID_CHARS:]
 
 
-def _digest(text: str) -> bytes:
-    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+def digest(text: str) -> bytes:
+    return blake2b(text.encode(), digest_size=16).digest()

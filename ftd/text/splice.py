@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ftd.errors import RequestInvalid
+
 from .dialects import Dialect, markers_of
-from .echo import Place, Turn
+from .echo import Place, Turn, digest
 from .messages import Message
 
-_TAIL_CHARS = 96  # of a prompt's text: where its answer begins in later prompts is found by them
+_OPENING_CHARS = 512  # at a prompt's end, at most: thinking opened, perhaps with words about it
 _MOST_HEADER_CHARS = 768  # between that and an answer's first word: markers, a tool's id and name
 _MOST_END_CHARS = 512  # from a call's last argument to the end of the turn: markers again
-_LAYOUT = " \t\r\n\"':,;{}[]()`"  # what may stand around markers behind a call
+_LAYOUT = " \t\r\n\"\\':,;{}[]()`"  # what may stand around markers behind a call
 
 _MARK = re.compile(r"said[0-9a-f]{38}")
 
@@ -54,20 +56,23 @@ class Frame:
 
     def __init__(self, dialect: Dialect, ends: Iterable[str]) -> None:
         self.dialect = dialect
-        self._opening = re.compile(rf"(?:\s|{_either(markers_of(dialect.think))})*\Z")
+        own, end = _either(markers_of(dialect.think)), _either(ends)
+        opened = _either([dialect.think.open if dialect.think else ""])
+        self._opening = re.compile(
+            rf"(?:\s|{own})*\Z|\s*(?:{opened})(?:(?!{opened}|{end}).)*\Z", re.DOTALL
+        )
         self._markers = re.compile(_either(markers_of(dialect)))
-        self._ends = re.compile(_either(ends))
+        self._ends = re.compile(end)
 
-    def place(self, heard: bytes, tail: str) -> Place | None:
-        """Where the answer to a prompt begins; None: nothing to know it by.
+    def place(self, context: bytes, tail: str) -> Place:
+        """Where the answer to a prompt stands.
 
         Args:
             tail: the prompt's text behind the last remembered answer.
         """
-        tail = tail[-_TAIL_CHARS:]
-        opening = self._opening.search(tail)
-        start = opening.start() if opening else len(tail)
-        return Place(heard, tail[:start], tail[start:]) if start else None
+        opening = self._opening.search(tail, max(0, len(tail) - _OPENING_CHARS))
+        chars = opening.start() if opening else len(tail)
+        return Place(context, digest(tail[:chars]), chars, tail[chars:])
 
     def splice(self, text: str, answers: Sequence[Marked]) -> Spliced:
         """Raises NotPlaced, with the number of the answer."""
@@ -80,10 +85,10 @@ class Frame:
             place, marks = marked.turn.place, written.get(marked.mark, ())
             if not marks or len(marks) > marked.times:
                 raise NotPlaced(number)
-            first = marks[0].start()
-            start = text.rfind(place.before, end, max(first, end))
-            begin = start + len(place.before)
-            if start < 0 or first - begin > _MOST_HEADER_CHARS:
+            begin = end + place.chars
+            if not begin <= marks[0].start() <= begin + _MOST_HEADER_CHARS:
+                raise NotPlaced(number)
+            if digest(text[end:begin]) != place.written:
                 raise NotPlaced(number)
             pieces += [text[end:begin] + place.opening, marked.turn.tokens]
             end = marks[-1].end()
@@ -119,6 +124,28 @@ def with_marks(
         times = 2 * calls + bool(messages[i]["content"])
         answers.append(Marked(turn, marks[i], times, calls > 0))
     return out, answers
+
+
+def in_one_place(render: Callable[[list[Message]], str], text: str, num_calls: int) -> bool:
+    """Whether a template writes a message with such text and calls before what follows it: some
+    write results of calls between the calls, or before the text.
+
+    Args:
+        render: raises RequestInvalid for what the template does not take.
+    """
+    mark, behind = "zqmark", "zqbehind"
+    calls = [
+        {"id": f"zqcall{i}", "type": "function", "function": {"name": f"zqf{i}", "arguments": {}}}
+        for i in range(num_calls)
+    ]
+    said: Message = {"role": "assistant", "content": text, "tool_calls": calls}
+    results = [{"role": "tool", "tool_call_id": c["id"], "content": behind} for c in calls]
+    go_on = {"role": "user", "content": behind}
+    try:
+        written = render([{"role": "user", "content": "zq"}, _marked(said, mark), *results, go_on])
+    except RequestInvalid:
+        return False
+    return written.rfind(mark) < written.find(behind)
 
 
 def _marked(message: Message, mark: str) -> Message:

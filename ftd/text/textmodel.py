@@ -19,13 +19,13 @@ from ftd.kv.anchors import Anchor
 from .borders import Borders, find_borders
 from .conversation import Conversation
 from .detokenize import Detokenizer, Vocabulary
-from .dialects import Markup, detect
-from .echo import EchoMemory, Place, Turn, heard_before
+from .dialects import Dialect, Markup, detect
+from .echo import EchoMemory, Place, Turn, contexts
 from .encoded import EncodedTexts
 from .history import in_terms_of
 from .messages import Message, rewrites
 from .parse import OutputParser
-from .splice import Frame, NotPlaced, Spliced, with_marks
+from .splice import Frame, NotPlaced, Spliced, in_one_place, with_marks
 from .template import ChatTemplate, TemplateRefused
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Rendered:
 
     ids: list[int]
     pieces: Spliced  # that the ids were made from
-    place: Place | None  # of its answer; None: it cannot be remembered
+    place: Place  # of its answer
 
     @property
     def tail(self) -> str:
@@ -81,6 +81,7 @@ class TextModel:
         self._markups: dict[tuple[str, str | None], Markup] = {}  # by template and dialect
         self._borders: Borders | None = None
         self.echoes = EchoMemory()
+        self._together: dict[tuple[str, str, bool, int], bool] = {}  # what templates do not part
         self._encoded = EncodedTexts(self.encode)
         from .constrain import ConstraintCompiler  # with torch, which nothing else here waits for
 
@@ -152,28 +153,41 @@ class TextModel:
         """
         markup = self._markup(conversation, dialect)
         frame = Frame(markup.spelled, self._ends)
-        heard = heard_before(conversation.messages)
-        pieces = self._pieces(conversation, frame, self._remembered(conversation, markup, heard))
+        before = contexts(conversation.messages, conversation.declarations)
+        pieces = self._pieces(conversation, frame, self._remembered(conversation, markup, before))
         ids: list[int] = []
         for piece in pieces:
             ids += self._encoded.ids(piece) if isinstance(piece, str) else piece
         tail = pieces[-1]
         assert isinstance(tail, str)
-        return Rendered(ids, pieces, frame.place(heard[-1], tail))
+        return Rendered(ids, pieces, frame.place(before[-1], tail))
 
     def _remembered(
-        self, conversation: Conversation, markup: Markup, heard: Sequence[bytes]
+        self, conversation: Conversation, markup: Markup, before: Sequence[bytes]
     ) -> dict[int, Turn]:
         """Answers of the past by the number of their message."""
         turns = {}
         for i, message in enumerate(conversation.messages):
             if message["role"] != "assistant":
                 continue
-            if len(message.get("tool_calls", ())) > 1 and markup.spelled.history.one_call:
-                continue  # the template makes several messages of it
-            if (turn := self.echoes.find(message, heard[i])) is not None:
+            turn = self.echoes.find(message, before[i])
+            if turn is not None and self._in_one_place(conversation, markup.spelled, message):
                 turns[i] = turn
         return turns
+
+    def _in_one_place(self, conversation: Conversation, dialect: Dialect, message: Message) -> bool:
+        text, num_calls = message["content"][:1], min(2, len(message.get("tool_calls", ())))
+        if len(text) + num_calls < 2:
+            return True
+        tools = conversation.declarations
+        key = self._template(with_tools=bool(tools)).source, dialect.name, bool(text), num_calls
+        if key not in self._together:
+            self._together[key] = in_one_place(
+                lambda messages: self.render(in_terms_of(dialect, messages), tools=tools),
+                text,
+                num_calls,
+            )
+        return self._together[key]
 
     def _pieces(self, conversation: Conversation, frame: Frame, turns: dict[int, Turn]) -> Spliced:
         tools = conversation.declarations
@@ -185,8 +199,8 @@ class TextModel:
                 text = self.render(in_terms_of(frame.dialect, messages), tools=tools, extra=extra)
                 return frame.splice(text, answers)
             except NotPlaced as error:
-                self.echoes.forget(answers[error.number].turn)
-                # nothing behind it can be found in the prefix cache any more
+                for answer in answers[error.number :]:  # those behind it rely on where it stands
+                    self.echoes.forget(answer.turn)
                 turns = dict(list(turns.items())[: error.number])
             except TemplateRefused:
                 if not turns:

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ftd.text.echo import Call, EchoMemory, Place, Said, heard_before, same_value
+from ftd.text.echo import Call, EchoMemory, Place, Said, contexts, same_value
 from ftd.text.messages import Message, normalise
 
 USER = {"role": "user", "content": "go"}
-HEARD = heard_before(normalise([USER]))[-1]
-PLACE = Place(HEARD, "<|im_start|>assistant", "\n")
+BEFORE = contexts(normalise([USER]))[-1]
+PLACE = Place(BEFORE, b"", 0, "\n")
 TEXT = st.text(max_size=12)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | TEXT,
@@ -76,9 +76,9 @@ def test_what_a_client_writes_anew_is_recognised(text, reasoning, calls, prefix,
     )
     memory = EchoMemory()
     memory.keep(PLACE, tokens, said)
-    found = memory.find(message(said, prefix=prefix, thoughts=thoughts), HEARD)
+    found = memory.find(message(said, prefix=prefix, thoughts=thoughts), BEFORE)
     assert found is not None and list(found.tokens) == tokens
-    assert memory.find(message(said), b"heard something else") is None
+    assert memory.find(message(said), b"something else") is None
 
 
 @settings(deadline=None)
@@ -88,7 +88,7 @@ def test_other_arguments_are_not_recognised(before, after):
     said, edited = (Said("", (), [Call(call_id(0), "f", json.dumps(a))]) for a in (before, after))
     memory = EchoMemory()
     memory.keep(PLACE, [1], said)
-    assert memory.find(message(edited), HEARD) is None
+    assert memory.find(message(edited), BEFORE) is None
 
 
 def stripped(value: Any) -> str:
@@ -107,7 +107,7 @@ def stripped(value: Any) -> str:
 def test_other_words_are_not_recognised(said, returned, thoughts, other):
     memory = EchoMemory()
     memory.keep(PLACE, [1], Said(said, [thoughts] * bool(thoughts)))
-    found = memory.find(message(Said(returned, [other] * bool(other))), HEARD)
+    found = memory.find(message(Said(returned, [other] * bool(other))), BEFORE)
     assert (found is not None) == ((said, thoughts) == (returned, other))
 
 
@@ -142,7 +142,7 @@ def test_a_call_under_another_id_or_name_is_another_call():
 
     def found(*calls: tuple[int, str]) -> bool:
         said = Said("", (), [Call(call_id(i), name, "{}") for i, name in calls])
-        return memory.find(message(said), HEARD) is not None
+        return memory.find(message(said), BEFORE) is not None
 
     assert found((1, "f"), (2, "f"))
     assert not found((1, "f"))
@@ -157,7 +157,7 @@ def test_of_answers_that_look_alike_the_newer_is_remembered():
     size = memory.size_bytes
     memory.keep(PLACE, [3, 4], Said("yes"))
     assert memory.size_bytes == size
-    found = memory.find(message(Said("yes")), HEARD)
+    found = memory.find(message(Said("yes")), BEFORE)
     assert found is not None and list(found.tokens) == [3, 4]
 
 
@@ -169,8 +169,8 @@ def test_memory_is_bounded_and_the_least_recently_used_go_first():
         arguments = json.dumps({"text": string.printable * (i % 5)})
         memory.keep(PLACE, range(i % 300), Said("", (), [Call(call_id(i), "f", arguments)]))
         assert memory.size_bytes <= 100_000
-        assert memory.find(message(first), HEARD) is not None, "it is in use"
-    assert memory.find(message(Said("", (), [Call(call_id(1), "f", "{}")])), HEARD) is None
+        assert memory.find(message(first), BEFORE) is not None, "it is in use"
+    assert memory.find(message(Said("", (), [Call(call_id(1), "f", "{}")])), BEFORE) is None
     memory.keep(PLACE, range(100_000), Said("too large for all of it"))
     assert memory.size_bytes <= 100_000
 
@@ -178,23 +178,35 @@ def test_memory_is_bounded_and_the_least_recently_used_go_first():
 def test_a_turn_that_was_forgotten_is_not_found():
     memory = EchoMemory()
     memory.keep(PLACE, [1], Said("yes"))
-    turn = memory.find(message(Said("yes")), HEARD)
+    turn = memory.find(message(Said("yes")), BEFORE)
     assert turn is not None
     memory.forget(turn)
     memory.forget(turn)
-    assert memory.find(message(Said("yes")), HEARD) is None
+    assert memory.find(message(Said("yes")), BEFORE) is None
     assert memory.size_bytes == 0
 
 
-def test_what_was_heard_counts_from_the_last_answer():
+def test_a_context_is_all_that_was_said_but_for_how_clients_write_it():
+    call = {"id": "call_ab_c1", "function": {"name": "f", "arguments": '{"a": 1.0}'}}
     result = {"role": "tool", "tool_call_id": "call_ab_c1", "content": "done"}
-    answer = {"role": "assistant", "content": "yes"}
-    one, other = ([USER, answer, result], [{**USER, "content": "stop"}, answer, result])
-    assert heard_before(normalise(one))[-1] == heard_before(normalise(other))[-1]
-    assert heard_before(normalise(one))[1] != heard_before(normalise(other))[1]
-    stripped_id = {**result, "tool_call_id": "callabc1"}
-    assert heard_before(normalise([stripped_id]))[-1] != HEARD
-    long_ids = [{**result, "tool_call_id": prefix + call_id(7)} for prefix in ("call_", "call")]
-    first, second = (heard_before(normalise([r]))[-1] for r in long_ids)
-    assert first == second
-    assert heard_before(normalise([result, USER])) != heard_before(normalise([USER, result]))
+    said = {"role": "assistant", "content": "yes", "tool_calls": [call]}
+
+    def context(*messages: Message, tools: list[Any] | None = None) -> bytes:
+        return contexts(normalise(list(messages)), tools)[-1]
+
+    known = context(USER, said, result)
+    mangled = {"id": "callabc1", "function": {"name": "f", "arguments": '{"a":1}'}}
+    same = {"role": "assistant", "content": [{"type": "text", "text": "yes"}]}
+    same["tool_calls"] = [mangled]
+    assert context(USER, same, {**result, "tool_call_id": "callabc1"}) == known
+    others = [
+        context({**USER, "content": "stop"}, said, result),
+        context(USER, {**said, "content": "no"}, result),
+        context(USER, {**said, "tool_calls": [{**call, "id": "call_2"}]}, result),
+        context(USER, said, {**result, "content": "failed"}),
+        context(USER, said, result, USER),
+        context(USER, said),
+        context(said, result, USER),
+        context(USER, said, result, tools=[{"type": "function"}]),
+    ]
+    assert known not in others and len(set(others)) == len(others)

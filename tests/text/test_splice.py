@@ -120,13 +120,14 @@ ARGUMENTS = {"path": "a/\u00e9 b", "n": 1.0, "text": "x  \ny\t\n"}
 RETURNED = {"text": "x\ny\n", "path": "a/\u00e9 b", "n": 1}
 
 
-def model(name: str, folder: Path) -> TextModel:
+def model(name: str, folder: Path, source: str = "") -> TextModel:
     markers = [*MARKERS.get(name, written.TOKENS[name]), *ENDS.get(name, [])]
     tokenizer = byte_tokenizer(dict.fromkeys(markers))
     tokenizer.save(str(folder / "tokenizer.json"))
     ends = [tokenizer.token_to_id(end) for end in ENDS.get(name, [EOS])]
     (folder / "config.json").write_text(json.dumps({"eos_token_id": ends}))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATES[name]}))
+    source = source or TEMPLATES[name]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": source}))
     return TextModel(folder)
 
 
@@ -316,8 +317,60 @@ def test_an_edited_history_never_yields_the_old_words(name: str, tmp_path: Path)
             assert f"new-{field}-{i}" in prompt or field in ("thinking", "nothing")
             others = {"words", "argument", "result"} - {field}
             assert all(f"old-{other}-{i}" in prompt for other in others)
-            # a result that is not what it was says nothing against the answer before it
-            remembered = field in ("result", "nothing") and (i == 0 or edits[i - 1] != "result")
-            assert not remembered or f"old-thinking-{i}" in prompt
+            # a result that is not what it was says nothing against the answers before it
+            as_it_was = set(edits[:i]) <= {"nothing"} and field in ("result", "nothing")
+            assert not as_it_was or f"old-thinking-{i}" in prompt
 
     check()
+
+
+def test_results_that_a_template_writes_within_an_answer_are_not_lost(tmp_path: Path):
+    """Gemma's writes text behind the results of the calls it comes with."""
+    source = """
+{%- for m in messages if m.role != 'tool' %}<|im_start|>{{ m.role }}
+{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments | tojson }}</tool_call>
+{%- set id = c.id %}{% for r in messages if r.tool_call_id == id %}({{ r.content }}){% endfor %}
+{%- endfor %}{{ m.content }}<eos>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+    text = model("hermes", tmp_path, source)
+    session = Session(text, "hermes")
+    session.answer("", "I look.", ARGUMENTS)
+    session.result("It is there.")
+    assert "(It is there.)" in shown(session, session.messages)
+    assert not has_tokens(session.prompt())
+    session.answer("", "", ARGUMENTS)
+    session.result("And there.")
+    assert "(And there.)" in shown(session, session.messages)
+
+
+def test_an_answer_is_not_taken_to_an_earlier_place_that_looks_alike(tmp_path: Path):
+    """Command R's announces thinking in a prompt, and something else before text of the past."""
+    source = """
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{% if m.tool_calls %}<think></think><tool_call>{{ m.tool_calls[0].function.arguments | tojson }}
+{%- elif m.role == 'assistant' %}[[{{ m.content }}]]
+{%- else %}{{ m.content }}{% endif %}<eos>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+<think></think>{% endif %}"""
+    session = Session(model("hermes", tmp_path, source), "hermes")
+    session.answer("", "", ARGUMENTS)
+    session.text.echoes = EchoMemory()  # this one is forgotten
+    session.result("done")
+    session.answer("", "So it is.", None)
+    session.say("Go on.")
+    assert shown(session, session.messages).count("done") == 1
+
+
+def test_words_about_thinking_at_the_end_of_a_prompt_belong_to_it(tmp_path: Path):
+    """Seed's says there how much it may think."""
+    source = TEMPLATES["hermes"].replace(
+        "{% if add_generation_prompt %}<|im_start|>assistant\n",
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\nI may not.\n</think>",
+    )
+    source = source.replace("{% if enable_thinking is false %}", "{% if false %}")
+    session = Session(model("hermes", tmp_path, source), "hermes")
+    known = session.answer("", "So it is.", None)
+    session.say("Go on.")
+    assert session.prompt().ids[: len(known)] == known
+    assert shown(session, session.messages).count("I may not.") == 2
