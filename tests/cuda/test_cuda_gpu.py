@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from cuda_core import cuda_core
-from driving import answer_all, engine_core
+from driving import Answer, answer_all, check_pages, engine_core
 from test_contract import ORACLES, comparable, requests
 
 pytestmark = [
@@ -39,3 +41,34 @@ def test_tokens_equal_those_of_the_cpu(model, tokens, slots, pinned):
             assert {name: answer[0] for name, answer in answers.items()} == tokens
         status = core.status()
     assert (status.expert_misses > 0) == (slots < 32)
+
+
+def test_memory_comes_and_goes_under_captured_steps(model, tokens):
+    from ftd.engine.resize import resize
+    from ftd.kernels.triton.ops import CudaOps
+
+    rng = random.Random(1)
+    with cuda_core(
+        model, slots=9, num_pages=40, max_pages=40_000, ops=CudaOps(), device="cuda:0",
+        max_running=6, prefill_chunk=24,
+    ) as core:  # fmt: skip
+        graphs = dict(core.runner._graphs)
+        answers = {one.request_id: Answer() for one in requests()}
+        arriving, least_free, most_free = list(requests()), 2**60, 0
+        while arriving or core.has_work():
+            if arriving and rng.random() < 0.5:
+                core.add(arriving.pop(0))
+            outputs = []
+            if rng.random() < 0.3:
+                outputs += core.settle()
+                resize(core, rng.choice([13, 17, 40, 40_000]), rng.choice([0, 1, 9, 32]))
+                free = torch.cuda.mem_get_info()[0]
+                least_free, most_free = min(least_free, free), max(most_free, free)
+            if core.has_work():
+                outputs += core.step()
+            for output in outputs:
+                answers[output.request_id].take(output)
+            check_pages(core)
+        assert core.runner._graphs == graphs, "captured again"
+    assert {name: answer.tokens for name, answer in answers.items()} == tokens
+    assert most_free - least_free > 0.9 * (40_000 - 40) * core.kv.page_bytes
