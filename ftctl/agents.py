@@ -51,6 +51,7 @@ class ConfigFile:
     folder: str
     name: str
     content: dict[str, Any]
+    defaults: dict[str, Any] = field(default_factory=dict)  # only where nothing stands
     option: str = ""  # with which the client wants it named
 
 
@@ -89,7 +90,7 @@ def _claude(server: Server, _: Api) -> Setup:
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
     # outranks the env of the user's settings.json, which outranks that of the process
-    file = ConfigFile("CLAUDE_CONFIG_DIR", ".claude", "ftd.json", {"env": env}, "--settings")
+    file = ConfigFile("CLAUDE_CONFIG_DIR", ".claude", "ftd.json", {"env": env}, option="--settings")
     return Setup((file,), env)
 
 
@@ -225,13 +226,15 @@ def _cline(server: Server, api: Api) -> Setup:
         "contextWindow": server.context_tokens,
         "maxTokens": server.answer_tokens,
     }
-    # it reads entries only with a date; a fixed one keeps a second launch from writing again
-    entry = {"settings": settings, "tokenSource": "manual", "updatedAt": "2026-01-01T00:00:00.000Z"}
-    content = {"version": 1, "providers": {name: entry}}
-    return Setup(
-        files=(ConfigFile("CLINE_DATA_DIR", ".cline/data", "settings/providers.json", content),),
-        args=("-P", name, "-m", server.model),
+    unset = {"tokenSource": "manual", "updatedAt": "2026-01-01T00:00:00.000Z"}
+    file = ConfigFile(
+        "CLINE_DATA_DIR",
+        ".cline/data",
+        "settings/providers.json",
+        {"providers": {name: {"settings": settings}}},
+        {"version": 1, "providers": {name: unset}},
     )
+    return Setup((file,), args=("-P", name, "-m", server.model))
 
 
 def _mini(server: Server, api: Api) -> Setup:

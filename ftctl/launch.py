@@ -173,7 +173,7 @@ def _change(file: ConfigFile, environ: Mapping[str, str]) -> Change:
     path = (folder / file.name).resolve()  # where links of a dotfile collection lead
     try:
         was = path.read_text() if path.exists() else None
-        return Change(path, merged_text(path.name, was or "", file.content), was)
+        return Change(path, merged_text(path.name, was or "", file.content, file.defaults), was)
     except (OSError, UnicodeDecodeError, Unreadable) as error:
         raise _refused(
             "config_unreadable", f"{path} cannot be changed: {error}", "mend it, or move it away"

@@ -28,11 +28,15 @@ class Unreadable(ValueError):
     """The file is not what its client would read; the text says where."""
 
 
-def merged_text(name: str, text: str, ours: Tree) -> str:
-    """``text`` with ``ours`` in it, unchanged if it says so already. Raises Unreadable."""
+def merged_text(name: str, text: str, ours: Tree, defaults: Tree | None = None) -> str:
+    """``text`` with ``ours`` in it, unchanged if it says so already. Raises Unreadable.
+
+    Args:
+        defaults: what is added only where nothing stands.
+    """
     toml = name.endswith(".toml")
     was = _read_toml(text) if toml else _read_json(text)
-    wanted = merge(was, ours)
+    wanted = merge(merge(defaults or {}, was), ours)
     if wanted == was:
         return text
     if not toml:

@@ -54,6 +54,13 @@ def test_what_stands_already_keeps_every_byte():
     assert merged_text("config.toml", toml, TABLE) == toml
 
 
+def test_defaults_fill_only_what_is_missing():
+    text = '{"date": 2}'
+    assert merged_text("a.json", text, {}, {"date": 1}) == text
+    merged = json.loads(merged_text("a.json", text, {"x": 1}, {"date": 1, "version": 1}))
+    assert merged == {"version": 1, "date": 2, "x": 1}
+
+
 def test_json_with_comments_and_trailing_commas():
     text = """\ufeff{
       // a comment with "quotes" and , commas
