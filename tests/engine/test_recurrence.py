@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from driving import Answer, answer_all, engine_core, request
 
-from ftd.engine.api import Anchor, EngineRequest, Sampling
+from ftd.engine.api import Anchor, EngineRequest, Finish, Sampling
 from ftd.engine.recurrence import GRID_TOKENS, Recurrence, borders
 from ftd.kv.states import LIVE_STATES
 from ftd.schedule.sequence import Sequence
@@ -178,6 +178,21 @@ def test_an_interrupted_step_changes_no_state(model, alone):
             for output in outputs:
                 answers[output.request_id].take(output)
     assert comparable(answers) == alone
+
+
+def test_a_damaged_state_fails_its_request_and_nothing_of_it_is_used_again(model, alone):
+    one = next(r for r in requests() if len(r.prompt_ids) == 70)
+    with recurrent_core(model, prefill_chunk=32) as core:
+        core.add(one)
+        core.step()
+        for states in core.kv.states.recurrent:
+            states.fill_(float("nan"))
+        outputs = []
+        while core.has_work():
+            outputs += core.step()
+        assert [output.finish for output in outputs] == [Finish.ERROR]
+        assert core.status().states_held == core.status().pages_held == 0
+        assert comparable(answer_all(core, [one])) == {one.request_id: alone[one.request_id]}
 
 
 def test_without_the_page_that_a_state_lies_in_a_sequence_starts_over(model, alone):
