@@ -62,7 +62,7 @@ def answer_all(
     leave: Mapping[str, int] | None = None,  # step before which its client goes
     most_steps: int = 10_000,
 ) -> dict[str, Answer]:
-    """Run until nothing is left; pages are accounted for after every step."""
+    """Run until nothing is left; pages and states are accounted for after every step."""
     arrive, leave = dict(arrive or {}), dict(leave or {})
     todo = list(requests)
     answers = {r.request_id: Answer() for r in todo}
@@ -91,3 +91,4 @@ def answer_all(
 def check_pages(core: EngineCore) -> None:
     status = core.status()
     assert status.pages_free + status.pages_held == status.pages_total, status
+    assert status.states_free + status.states_held == status.states_total, status
