@@ -13,7 +13,7 @@ import re
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -22,7 +22,7 @@ import orjson
 
 from .messages import Message
 
-LIMIT_BYTES = 32 * 2**20  # some 10,000 turns of an agent
+LIMIT_BYTES = 16 * 2**20  # some 8,000 turns of an agent
 _TURN_BYTES = 900  # of Python's objects in a turn, beside what they hold
 _ID_CHARS = 32  # at the end of a call's id: those tell calls apart
 _LINE_END = re.compile(r"(\r\n|\n|\r)")
@@ -136,14 +136,15 @@ class EchoMemory:
             self._bytes -= turn.size_bytes
 
 
-def contexts(
-    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
-) -> list[bytes]:
+def contexts(messages: Sequence[Message], *beside: Any) -> list[bytes]:
     """For each message, and for what may follow the last: a digest of all before it.
 
     Arguments and thinking are left out: clients write them anew, and the prompt's text has them.
+
+    Args:
+        beside: what else the prompt depends on.
     """
-    before = blake2b(orjson.dumps(tools), digest_size=16)
+    before = blake2b(orjson.dumps(beside), digest_size=16)
     digests = []
     for message in messages:
         digests.append(before.digest())

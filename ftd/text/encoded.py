@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
-LIMIT_BYTES = 16 * 2**20  # four million tokens
+LIMIT_BYTES = 8 * 2**20  # two million tokens
 _ENTRY_BYTES = 250  # of Python's objects
 _LEAST_CHARS = 200  # shorter texts are tokenized as fast as they are looked up
 

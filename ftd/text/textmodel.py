@@ -151,10 +151,15 @@ class TextModel:
         Args:
             dialect: how the model writes calls and thinking; None: as its template tells.
         """
+        tools = conversation.declarations
         markup = self._markup(conversation, dialect)
         frame = Frame(markup.spelled, self._ends)
-        before = contexts(conversation.messages, conversation.declarations)
-        pieces = self._pieces(conversation, frame, self._remembered(conversation, markup, before))
+        facts = self._template(with_tools=bool(tools)).facts
+        extra = {**conversation.thinking.variables(facts), **conversation.variables}
+        read = {name: value for name, value in extra.items() if name in facts.variables}
+        before = contexts(conversation.messages, tools, read)
+        turns = self._remembered(conversation, markup, before)
+        pieces = self._pieces(conversation.messages, tools, extra, frame, turns)
         ids: list[int] = []
         for piece in pieces:
             ids += self._encoded.ids(piece) if isinstance(piece, str) else piece
@@ -165,15 +170,16 @@ class TextModel:
     def _remembered(
         self, conversation: Conversation, markup: Markup, before: Sequence[bytes]
     ) -> dict[int, Turn]:
-        """Answers of the past by the number of their message."""
+        """Answers of the past by the number of their message, in order."""
         turns = {}
-        for i, message in enumerate(conversation.messages):
+        # backwards: of a conversation that is forgotten bit by bit, the beginning should stay
+        for i, message in reversed(list(enumerate(conversation.messages))):
             if message["role"] != "assistant":
                 continue
             turn = self.echoes.find(message, before[i])
             if turn is not None and self._in_one_place(conversation, markup.spelled, message):
                 turns[i] = turn
-        return turns
+        return dict(reversed(turns.items()))
 
     def _in_one_place(self, conversation: Conversation, dialect: Dialect, message: Message) -> bool:
         text, num_calls = message["content"][:1], min(2, len(message.get("tool_calls", ())))
@@ -189,14 +195,18 @@ class TextModel:
             )
         return self._together[key]
 
-    def _pieces(self, conversation: Conversation, frame: Frame, turns: dict[int, Turn]) -> Spliced:
-        tools = conversation.declarations
-        facts = self._template(with_tools=bool(tools)).facts
-        extra = {**conversation.thinking.variables(facts), **conversation.variables}
+    def _pieces(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        extra: Mapping[str, Any],
+        frame: Frame,
+        turns: dict[int, Turn],
+    ) -> Spliced:
         while True:
-            messages, answers = with_marks(conversation.messages, turns)
+            marked, answers = with_marks(messages, turns)
             try:
-                text = self.render(in_terms_of(frame.dialect, messages), tools=tools, extra=extra)
+                text = self.render(in_terms_of(frame.dialect, marked), tools=tools, extra=extra)
                 return frame.splice(text, answers)
             except NotPlaced as error:
                 for answer in answers[error.number :]:  # those behind it rely on where it stands

@@ -14,7 +14,7 @@ from held_answers import EOS, byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftd.text.conversation import Conversation, Tool
+from ftd.text.conversation import Conversation, Thinking, Tool
 from ftd.text.echo import Call, EchoMemory, Said
 from ftd.text.messages import normalise
 from ftd.text.textmodel import Rendered, TextModel
@@ -374,3 +374,27 @@ def test_words_about_thinking_at_the_end_of_a_prompt_belong_to_it(tmp_path: Path
     session.say("Go on.")
     assert session.prompt().ids[: len(known)] == known
     assert shown(session, session.messages).count("I may not.") == 2
+
+
+def test_of_a_conversation_that_is_forgotten_in_part_the_beginning_stays(tmp_path: Path):
+    session = Session(model("hermes", tmp_path), "hermes")
+    session.text.echoes = EchoMemory(6000)
+    known = []
+    for i in range(9):
+        known.append(session.answer("", f"{i}  ", ARGUMENTS))
+        session.result("done")
+    tokens = [piece for piece in session.prompt().pieces if not isinstance(piece, str)]
+    assert 1 < len(tokens) < 9
+    assert session.prompt().ids[: len(known[0])] == known[0]
+    assert session.prompt().ids[: len(known[1])] == known[1]
+
+
+def test_a_request_with_other_variables_costs_the_conversation_nothing(tmp_path: Path):
+    source = TEMPLATES["hermes"].replace("{{ m.content }}", "{{ m.content }}{{ enable_thinking }}")
+    session = Session(model("hermes", tmp_path, source), "hermes")
+    session.answer("", "I look.", ARGUMENTS)
+    session.result("done")
+    messages = normalise(session.messages)
+    off = Conversation(messages, [TOOL], Thinking(on=False))
+    assert not has_tokens(session.text.prompt(off, "hermes"))
+    assert has_tokens(session.prompt())
