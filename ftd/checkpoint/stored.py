@@ -227,9 +227,17 @@ class _Finder:
         self.check_columns(fmt, numbers)
         if (zero := self.beside("weight_zero_point")) is not None:
             raise unsupported(zero, "an asymmetric quantisation")
-        check_tensor(numbers, (self.rows, self.columns // 8), {"I32": None})
-        check_tensor(scale, fmt.scale_shape(self.rows, self.columns), {"BF16": None})
-        return StoredMatrix(fmt, _all(numbers), _all(scale), unused=self.unused())
+        if (order := self.beside("weight_g_idx")) is not None:
+            raise unsupported(order, "groups of columns that are not neighbours")
+        if numbers.shape != (self.rows, self.columns // 8):
+            raise unsupported(numbers, f"expected {[self.rows, self.columns // 8]} of four bits")
+        groups = self.columns // fmt.scale_columns
+        kept = _all(scale)
+        if len(scale.shape) == 2 and 0 < scale.shape[1] < groups and groups % scale.shape[1] == 0:
+            kept = _all(scale, partial(_spread, scale.shape[1], groups // scale.shape[1]))
+            groups = scale.shape[1]
+        check_tensor(scale, (self.rows, groups), {"BF16": None})
+        return StoredMatrix(fmt, _all(numbers), kept, unused=self.unused())
 
     def nvfp4(
         self, numbers: TensorInfo, factor_name: str, convert: Callable[..., torch.Tensor]
@@ -328,6 +336,12 @@ def _widen(dtype: torch.dtype, stored: torch.Tensor) -> torch.Tensor:
 
 def _repeat(dtype: torch.dtype, rows: int, stored: torch.Tensor) -> torch.Tensor:
     return stored.view(dtype).float().repeat(rows).view(torch.uint8)
+
+
+def _spread(groups: int, times: int, stored: torch.Tensor) -> torch.Tensor:
+    """Two-byte scales of wider groups: each stands for so many."""
+    wide = stored.view(torch.int16).view(-1, groups).repeat_interleave(times, 1)
+    return wide.flatten().view(torch.uint8)
 
 
 def _reciprocal(dtype: torch.dtype, stored: torch.Tensor) -> torch.Tensor:

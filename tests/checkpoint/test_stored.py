@@ -54,6 +54,10 @@ GOOD = {
         "weight_scale": ("BF16", (O, K // 32)),
         "weight_shape": ("I64", (2,)),
     },
+    "int4 in wider groups": {
+        "weight_packed": ("I32", (O, K // 8)),
+        "weight_scale": ("BF16", (O, K // 64)),
+    },
 }
 
 
@@ -103,6 +107,16 @@ BAD = {
         UnsupportedModel,
         "weight_zero_point .* an asymmetric quantisation",
     ),
+    "int8": (
+        {"weight_packed": ("I32", (O, K // 4)), "weight_scale": ("BF16", (O, K // 32))},
+        UnsupportedModel,
+        r"weight_packed .* expected \[200, 40\] of four bits",
+    ),
+    "int4 in another order": (
+        {**GOOD["int4"], "weight_g_idx": ("I32", (K,))},
+        UnsupportedModel,
+        "weight_g_idx .* not neighbours",
+    ),
     "gptq": ({"qweight": ("I32", (K // 8, O))}, UnsupportedModel, "GPTQ or AWQ"),
     "a scale beside plain numbers": (
         {"weight": ("BF16", (O, K)), "weight_scale": ("F32", ())},
@@ -119,6 +133,13 @@ def test_what_cannot_be_read_is_refused_by_name(case):
     with pytest.raises(kind, match=said) as refusal:
         find_matrix(tensors(**suffixes), Path("m"), PART)
     assert STEM in refusal.value.message and refusal.value.hint
+
+
+def test_scales_of_wider_groups_stand_for_several():
+    scale = find_matrix(tensors(**GOOD["int4 in wider groups"]), Path("m"), PART).scale
+    stored = torch.randn(O, K // 64).bfloat16()
+    kept = scale.convert(stored.flatten().view(torch.uint8)).view(torch.bfloat16)
+    assert torch.equal(kept.view(O, K // 32), stored.repeat_interleave(2, 1))
 
 
 def test_stacked_experts_may_be_spelled_one_by_one():
