@@ -189,14 +189,22 @@ class Config:
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
-        kinds.several(kinds.text()),
+        kinds.several(
+            kinds.shaped("a name such as gpu.example, without port, or *", r"\*|[^\s/:*]+", "NAME")
+        ),
         "Host names requests may be addressed to, beside the address listened on; may be given "
         "several times; * allows all.",
         default_text="localhost",
     )
     allow_origin: tuple[str, ...] = setting(
         (),
-        kinds.several(kinds.text()),
+        kinds.several(
+            kinds.shaped(
+                "an origin such as https://chat.example:8080, or *",
+                r"\*|[A-Za-z][\w+.-]*://[^\s/?#*]+/?",
+                "ORIGIN",
+            )
+        ),
         "Web origin whose pages may call the API (CORS); may be given several times.",
         default_text="none",
     )

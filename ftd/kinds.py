@@ -77,6 +77,17 @@ def text() -> Kind:
     return Kind("a text that is not empty", parse, "TEXT")
 
 
+def shaped(allowed: str, form: str, metavar: str) -> Kind:
+    """Text of a form; ``allowed`` says it in words."""
+
+    def parse(value: Any, typed: bool) -> str:
+        if not isinstance(value, str) or not re.fullmatch(form, value.strip()):
+            raise ValueError
+        return value.strip()
+
+    return Kind(allowed, parse, metavar)
+
+
 def choice(*names: str) -> Kind:
     def parse(value: Any, typed: bool) -> str:
         if value not in names:

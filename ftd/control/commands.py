@@ -182,7 +182,7 @@ class LifecycleCommands:
         model = self._lifecycle.model
         if model is None or not model.engine.cancel(request_id, "by an operator"):
             raise RequestInvalid(
-                f"no request {request_id!r} is running or waiting",
+                f"no request {request_id!r:.100} is running or waiting",
                 param="request_id",
                 hint="ftctl requests lists them",
             )

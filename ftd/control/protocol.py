@@ -380,7 +380,10 @@ def decode_command(line: bytes) -> Command[Any]:
     """Raises Malformed."""
     message = decode_object(line)
     if (version := message.pop("protocol", PROTOCOL)) != PROTOCOL:
-        raise Malformed(f"protocol {version!r} is spoken here as {PROTOCOL}: ftctl and ftd differ")
+        raise Malformed(
+            f"this ftd speaks protocol {PROTOCOL}, the client {version!r:.50}: "
+            "use the ftctl of the same version"
+        )
     name = message.pop("command", None)
     entry = COMMANDS.get(name) if isinstance(name, str) else None
     if entry is None:

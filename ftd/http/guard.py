@@ -90,7 +90,7 @@ def host_check(
         ours = host in names or host.endswith(".localhost") or _is_address(host)
         if "*" not in names and not ours:
             raise Forbidden(
-                f"this server is not {host[:100] or 'without a name'}",
+                f"this server is not {host[:100]}" if host else "the request names no host",
                 hint="name it with --allowed-hosts if it is",
             )
         return await handler(request)

@@ -79,7 +79,7 @@ def test_results_with_all_their_parts_survive_the_line():
         (b"{}", "unknown command None; known are anchors, budget, cancel"),
         (b'{"command": ["status"]}', "unknown command"),
         (b'{"command": "nix"}', "unknown command 'nix'"),
-        (b'{"protocol": 2, "command": "status"}', "protocol 2 is spoken here as 1"),
+        (b'{"protocol": 2, "command": "status"}', "speaks protocol 1, the client 2"),
         (b'{"command": "cancel"}', "cancel: field 'request_id' is missing"),
         (b'{"command": "cancel", "request_id": 3}', "request_id: str expected, 3 found"),
         (b'{"command": "cancel", "request_id": null}', "request_id: str expected, None found"),
