@@ -55,6 +55,8 @@ class Restoring:
         if self._store is None:
             return
         known = self._tree.peek(sequence.ids).tokens + self._pages.page_tokens
+        if known >= len(sequence.ids):
+            return
         if reading := self._store.read(sequence.ids[: sequence.prompt_tokens], known):
             self._readings[sequence.key] = reading
 
@@ -99,26 +101,22 @@ class Restoring:
     def on_disk(self) -> list[AnchorInfo]:
         """Anchors of the blocks on disk, each with the bytes behind the one before it."""
         infos = []
-        for head, file_bytes in self._store.heads() if self._store else ():
-            before = head.begin
-            for position, kind, session in head.anchors:
-                share = (position - before) / head.tokens
+        last: dict[str, int] = {}  # anchor in or before each block
+        for entry in self._store.entries() if self._store else ():
+            before = last.get(entry.head.parent, 0)
+            token_bytes = entry.file_bytes / entry.head.tokens
+            for position, kind, session in entry.head.anchors:
                 infos.append(
                     AnchorInfo(
                         session=session,
                         kind=kind,
                         position=position,
                         tokens=position - before,
-                        kv_bytes=0,
-                        state_bytes=0,
-                        disk_bytes=round(file_bytes * share),
-                        hits=0,
-                        age_s=0.0,
-                        saved_s=0.0,
-                        in_use=False,
+                        disk_bytes=round((position - before) * token_bytes),
                     )
                 )
                 before = position
+            last[entry.key] = before
         return infos
 
     def _put(self, ids: array[int], head: Head, tokens: int, layers: list[torch.Tensor]) -> bool:

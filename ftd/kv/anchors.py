@@ -82,10 +82,10 @@ class AnchorInfo:
     kind: str
     position: int
     tokens: int  # behind the anchor before it
-    kv_bytes: int  # of these tokens, in the memory steps read
-    state_bytes: int  # of the state of recurrent layers at the position
-    disk_bytes: int
-    hits: int
-    age_s: float  # since its last use
-    saved_s: float  # by all hits
-    in_use: bool  # by a running request
+    kv_bytes: int = 0  # of these tokens, in the memory steps read; 0: on disk alone
+    state_bytes: int = 0  # of the state of recurrent layers at the position
+    disk_bytes: int = 0
+    hits: int = 0
+    age_s: float = 0.0  # since its last use
+    saved_s: float = 0.0  # by all hits
+    in_use: bool = False  # by a running request

@@ -142,10 +142,10 @@ class DiskStore:
         self._work.release()
         return reading
 
-    def heads(self) -> list[tuple[Head, int]]:
-        """Of all blocks, with the bytes of their files."""
+    def entries(self) -> list[Entry]:
+        """All blocks, each behind the one it continues."""
         with self._lock:
-            return [(entry.head, entry.file_bytes) for entry in self._index]
+            return sorted(self._index, key=lambda entry: entry.head.begin)
 
     def clear(self) -> None:
         """Remove all files."""

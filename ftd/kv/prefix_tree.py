@@ -159,7 +159,9 @@ class PrefixTree:
 
     def clear(self) -> int:
         """Forget all that no running sequence uses; returns the number of pages freed."""
-        return self.evict(self._pool.idle)
+        freed = self.evict(self._pool.idle)
+        self._root.trimmed = bool(self._root.children)  # with nothing left, nothing is missed
+        return freed
 
     def now_s(self) -> float:
         """When something was last used."""

@@ -75,7 +75,7 @@ def is_side(prompt_tokens: int, longest_of_session: int) -> bool:
 
 def rank(seconds_per_byte: float, chance: float, used_s: float) -> float:
     """Order of eviction, lowest first: the logarithm of the worth, as of a common moment."""
-    return log2(max(seconds_per_byte, 1e-30) * chance) + used_s / HALF_LIFE_S
+    return log2(max(seconds_per_byte * chance, 1e-30)) + used_s / HALF_LIFE_S
 
 
 def rank_of_pages(end: int, first: float, branches: int, used_s: float) -> float:

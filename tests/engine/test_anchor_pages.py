@@ -116,7 +116,7 @@ class AnchorPages(RuleBasedStateMachine):
             self.tree.insert(sequence.ids, sequence.pages, ends=True, chance=odds)
             self.disk.offer(sequence, odds, True)
             self.pool.release(sequence.leave())
-            middle = Anchor(tokens // 2, AnchorKind.SYSTEM)
+            middle = Anchor(max(1, tokens // 2), AnchorKind.SYSTEM)
             self.book.note(sequence.ids, [middle, Anchor(tokens, AnchorKind.TURN)], session, tokens)
         else:
             self.pool.release(sequence.leave())

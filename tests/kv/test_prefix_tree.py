@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from ftd.kv.anchors import Ended
 from ftd.kv.pages import PagePool
 from ftd.kv.prefix_tree import PrefixTree
 
@@ -281,3 +282,21 @@ def test_a_long_prompt_committed_in_chunks_is_found_whole():
     assert tree.peek(ids) == (100_000, 6_250, 0)
     ids[99_999] += 1
     assert tree.peek(ids) == (99_999, 6_249, 0)
+
+
+def test_why_a_match_ended(tree, pool):
+    def why(ids):
+        pages, part, ended = tree.match(array("i", ids))
+        pool.release([*pages, *([part.page] if part else [])])
+        return ended
+
+    assert why(range(9)) is Ended.GOES_ON  # nothing is known
+    committed(tree, pool, range(30))
+    assert why(range(30)) is Ended.WHOLE
+    assert why([*range(30), 99, 98]) is Ended.GOES_ON
+    assert why([*range(18), 99, 98]) is Ended.DIFFERS
+    assert why([99, 98]) is Ended.DIFFERS
+    tree.evict(3)
+    assert why(range(30)) is Ended.EVICTED
+    tree.clear()
+    assert why(range(30)) is Ended.GOES_ON
