@@ -70,7 +70,7 @@ class Qwen3_5Moe(DeltaFamily):
 class Qwen3_5MoeText(Qwen3_5Moe):
     """The text model by itself."""
 
-    model_types = ("qwen3_5_moe_text",)
+    model_types: tuple[str, ...] = ("qwen3_5_moe_text",)
     model = "model"
 
     def spec(
