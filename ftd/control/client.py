@@ -179,8 +179,11 @@ def _not_running(path: Path) -> Error:
 
 
 def _not_opened(path: Path, error: OSError) -> Error:
+    denied = isinstance(error, PermissionError)
     return Error(
         "socket_unusable",
         f"{path} cannot be opened: {error.strerror or error}",
-        "only the user that ftd runs as, and root, may use it",
+        "only the user that ftd runs as, and root, may use it"
+        if denied
+        else "name the socket of a running ftd with --socket or FTD_SOCKET",
     )

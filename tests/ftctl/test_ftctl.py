@@ -252,6 +252,11 @@ class TestCommands:
 
 
 class TestExitCodes:
+    def test_a_path_no_socket_can_have_is_not_taken_for_a_lack_of_rights(self, ftctl):
+        done = ftctl("--socket", "/tmp/" + "a" * 200, "status")
+        assert done.exit_code == 1
+        assert "cannot be opened" in done.stderr and "root" not in done.stderr
+
     def test_not_running_names_the_socket_and_what_to_do(self, path, ftctl):
         for words in (["status"], ["reload", "x"], ["stop"], ["watch"], ["drain"]):
             done = ftctl(*words)
