@@ -324,11 +324,14 @@ def running_ftd(model: Path, flags: list[str]) -> Iterator[tuple[str, Path]]:
 
 
 def growth(samples: list[tuple[float, int]]) -> tuple[int, int, float]:
-    """RSS early on and at the end, each a median, and the share by which it has grown."""
+    """RSS early on and at the end, and the share by which it has grown.
+
+    Budgets move it up and down: what is compared is the tenth that is lowest.
+    """
     fifth = max(1, len(samples) // 5)
     early = sorted(rss for _, rss in samples[fifth : 2 * fifth] or samples)
     late = sorted(rss for _, rss in samples[-fifth:])
-    before, after = early[len(early) // 2], late[len(late) // 2]
+    before, after = early[len(early) // 10], late[len(late) // 10]
     return before, after, after / before - 1
 
 

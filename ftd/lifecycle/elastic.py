@@ -35,6 +35,7 @@ log = structlog.get_logger(__name__)
 # What a miss waits for: its record over a link of PCIe 5 x16, as measured on the H200 machine. On
 # the CPU device a miss costs no more than a hit; there memory only stands in for a GPU's.
 LINK_BYTES_PER_S = 45e9
+AHEAD_PAGES = 32  # more than a sequence needs just now: it grows on
 
 
 class ElasticMemory:
@@ -253,7 +254,7 @@ def demand_between(before: Observed, now: Observed, plan: MemoryPlan) -> Demand:
 def _make_room(core: EngineCore, pages: int, shared: Limits) -> None:
     """On the engine thread, between two steps: a sequence needs more pages than there are."""
     sizes = Sizes(core.pages.num_pages, core.experts.counters().slots_total)
-    found = room_for(pages, sizes, shared)
+    found = room_for(pages + AHEAD_PAGES, sizes, shared)
     resize(core, found.pages, found.slots)
     log.info("budget.made_room", pages=found.pages, slots=found.slots, slots_were=sizes.slots)
 
