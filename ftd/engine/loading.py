@@ -16,7 +16,13 @@ from pathlib import Path
 import structlog
 import torch
 
-from ftd.checkpoint.headers import Checkpoint, check, dense_matrices, read_checkpoint
+from ftd.checkpoint.headers import (
+    Checkpoint,
+    check,
+    dense_matrices,
+    read_checkpoint,
+    read_config,
+)
 from ftd.checkpoint.identity import checkpoint_digest
 from ftd.checkpoint.load import load_weights
 from ftd.checkpoint.stored import StoredMatrix
@@ -95,8 +101,8 @@ def prepare(
         CheckpointError, UnsupportedModel: the files cannot be served.
         BudgetExceeded, ConfigError: the settings do not fit model or machine.
     """
+    architecture = architecture_for(read_config(path))  # first: no other family's files matter
     checkpoint = read_checkpoint(path)
-    architecture = architecture_for(checkpoint.config)
     spec = architecture.spec(checkpoint.config, checkpoint.generation_config)
     layout = check(checkpoint, architecture, spec)
     dense = dense_matrices(checkpoint, architecture, spec)

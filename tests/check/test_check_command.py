@@ -106,6 +106,9 @@ def test_an_unsupported_model_is_refused_with_those_supported(config, demo_copy)
     report = examine(replace(config, model=str(demo_copy)), ROOMY)
     assert "'llama'" in texts(report.findings)
     assert "qwen3_moe" in texts(report.findings)
+    for file in demo_copy.glob("*.safetensors*"):
+        file.unlink()  # whatever form its weights have
+    assert "'llama'" in texts(examine(replace(config, model=str(demo_copy)), ROOMY).findings)
 
 
 def test_too_little_memory_is_refused_with_both_numbers(config):
