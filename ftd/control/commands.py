@@ -20,7 +20,7 @@ from ftd.errors import ConfigError, NotReady, RequestInvalid
 from ftd.lifecycle import Lifecycle
 from ftd.lifecycle.routing import record_routing
 from ftd.lifecycle.served import How
-from ftd.lifecycle.verify import SESSIONS, read_sessions, verify
+from ftd.lifecycle.verify import SESSIONS, Verified, read_sessions, verify
 from ftd.memory.change import Change
 
 INTERVAL_S = (0.05, 60.0)  # between two results of watch
@@ -40,6 +40,7 @@ class LifecycleCommands:
         self._stop = stop
         self._began_s = time.monotonic()
         self._recorded: tuple[int, int] | None = None  # bytes, of a trace under way
+        self._replaying = 0  # session of a verification under way
 
     async def run(self, command: p.Command[Any]) -> Any:
         """Raises FtdError: the command is refused, and nothing has changed unless it says so."""
@@ -100,6 +101,8 @@ class LifecycleCommands:
         done, total = (progress.done_bytes, progress.total_bytes) if progress else (0, 0)
         if self._recorded and not progress:
             phase, (done, total) = "recording the routing", self._recorded
+        if self._replaying and not progress:
+            phase = f"replaying session {self._replaying}"
         return p.Progress(
             phase=phase,
             done_bytes=done,
@@ -173,7 +176,14 @@ class LifecycleCommands:
     async def _verify(self, tolerance: float, sessions: str | None) -> p.VerifyResult:
         model = self._lifecycle.current()
         recorded = read_sessions(Path(sessions) if sessions else SESSIONS)
-        done = [d async for d in verify(model.engine, model.text, recorded, tolerance=tolerance)]
+        done: list[Verified] = []
+        try:
+            self._replaying = 1
+            async for session in verify(model.engine, model.text, recorded, tolerance=tolerance):
+                done.append(session)
+                self._replaying += 1
+        finally:
+            self._replaying = 0
         facts = [f.name for f in fields(p.VerifiedSession)]
         shown = (p.VerifiedSession(**{name: getattr(d, name) for name in facts}) for d in done)
         return p.VerifyResult(model.name, tuple(shown), not any(d.unequal for d in done))

@@ -16,6 +16,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -275,7 +276,7 @@ class DiskStore:
         """Find the blocks of earlier runs."""
         for path in sorted(self._directory.iterdir()):
             if path.suffix == ".part":
-                path.unlink(missing_ok=True)  # of a write that was cut
+                self._remove_if_cut(path)
                 continue
             try:
                 if path.suffix != SUFFIX:
@@ -289,6 +290,12 @@ class DiskStore:
         for entry in self._index.first_out(self._limit_bytes):
             self._remove(entry)
         log.info("anchors.found", blocks=len(self._index), bytes=self._index.bytes)
+
+    def _remove_if_cut(self, path: Path) -> None:
+        """A file that nobody has gone on writing for long; another daemon may be at a newer one."""
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > REST_S:
+                path.unlink()
 
     def _remove(self, entry: Entry) -> None:
         self._index.remove(entry.key)

@@ -9,6 +9,7 @@ they have sent before.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 import re
@@ -85,8 +86,9 @@ async def verify(
     for session in sessions:
         done, run = Verified(session.name), next(_numbers)
         for conversation in session.requests:
-            ids = text.prompt(_of_run(conversation, run)).ids
-            anchors = text.anchors(ids)
+            rendered = await asyncio.to_thread(text.prompt, _of_run(conversation, run))
+            ids = list(rendered.ids)
+            anchors = await asyncio.to_thread(text.anchors, ids)
             room = engine.limits.context_tokens - ANSWER_TOKENS - 1
             if len(ids) > room:
                 raise ConfigError(

@@ -1,6 +1,7 @@
 """KV on disk under a running engine: found after a restart, equal bit for bit, never trusted."""
 
 import asyncio
+import os
 import shutil
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -158,6 +159,16 @@ async def test_requests_that_leave_while_the_disk_is_read_leave_nothing(copied):
             pass
         assert (await ask(handle, "again", PROMPT)) == (599, answer)
         await settle(handle)
+
+
+async def test_writes_that_were_cut_are_removed_once_they_are_old(copied):
+    directory, _ = copied
+    old, new = (files(directory)[0].with_name(f"{name}.part") for name in ("old", "new"))
+    for path in (old, new):
+        path.write_bytes(b"half")
+    os.utime(old, (1e9, 1e9))
+    async with engine(directory):
+        assert (old.exists(), new.exists()) == (False, True)
 
 
 async def test_dropping_all_removes_the_files(copied):
