@@ -1,8 +1,9 @@
 // AVX512-BF16: bf16 weights times bf16 activations, two exact products an addition, sums in
 // float32.
 //
-// Everything else is AVX-512's. The order of additions depends on the number of tokens; the unit
-// flushes denormals. Zen 4, Cooper Lake, Sapphire Rapids and later.
+// Formats of four bits are in scaled_avx512bf16.cpp, everything else is AVX-512's. The order of
+// additions depends on the number of tokens; the unit flushes denormals. Zen 4, Cooper Lake,
+// Sapphire Rapids and later.
 #include "kernels.h"
 
 #if defined(__x86_64__)
@@ -127,6 +128,7 @@ const Kernels* avx512bf16_kernels() {
   static const Kernels kernels = [] {
     Kernels k = *avx512_kernels();
     k.matmul[FTD_BF16][FTD_BF16] = &kMatmul;
+    use_avx512bf16_scaled(k);
     return k;
   }();
   return &kernels;

@@ -166,6 +166,8 @@ const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();
 const Kernels* avx512bf16_kernels();
 const Kernels* amx_kernels();
+// The part of avx512bf16_kernels for formats of four bits.
+void use_avx512bf16_scaled(Kernels& kernels);
 #endif
 
 // The way to multiply so many tokens at once.

@@ -37,6 +37,16 @@ inline float widen(f16 x) {
   return float_of(bits_of(float_of(rest << 13) * float_of(0x77800000)) | sign);
 }
 
+// What four bits stand for, as bf16. 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives:
+constexpr uint16_t kFp4Bits[16] = {0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
+                                   0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
+// -8 .. 7:
+constexpr uint16_t kInt4Bits[16] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+                                    0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+
+// A power of two.
+inline float widen_e8m0(uint8_t x) { return float_of(uint32_t(x) << 23); }
+
 // e4m3: a sign, four bits of exponent, three of mantissa.
 inline float widen_e4m3(uint8_t x) {
   // 2^120 moves the exponent from bias 7 to 127 and makes subnormals normal on the way

@@ -44,12 +44,7 @@ constexpr Codes codes_of(const uint16_t (&bits)[16]) {
   }
   return codes;
 }
-constexpr Codes kFp4Codes =  // 0, 0.5, 1, 1.5, 2, 3, 4, 6, and their negatives
-    codes_of({0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,  //
-              0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0});
-constexpr Codes kInt4Codes =                                                   // -8 .. 7
-    codes_of({0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,  //
-              0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0});
+constexpr Codes kFp4Codes = codes_of(kFp4Bits), kInt4Codes = codes_of(kInt4Bits);
 
 // Numbers of four bits, two parts a step: the first and the last 16 inputs of every 32.
 template <const Codes& kCodes, int kColumns>  // inputs that share a scale
@@ -76,7 +71,7 @@ struct FourBits {
 
 struct Mxfp4 : FourBits<kFp4Codes, 32> {
   static constexpr int kScaleBytes = 1;
-  static float widen_scale(const uint8_t* p, float) { return float_of(uint32_t(*p) << 23); }
+  static float widen_scale(const uint8_t* p, float) { return widen_e8m0(*p); }
 };
 
 struct Nvfp4 : FourBits<kFp4Codes, 16> {
