@@ -97,6 +97,21 @@ def test_a_prompt_said_again_computes_its_last_token_only(model, alone):
         assert again[one.request_id].reused == len(one.prompt_ids) - 1
 
 
+def test_copies_share_their_sibling_s_state_and_scores_are_those_of_sampling(model):
+    drawn = Sampling(temperature=0.0, logprobs=1)
+    first = request("first", range(60), 6, sampling=drawn)
+    copies = [request(f"copy{i}", range(60), 6, copies_of="first") for i in range(2)]
+    with recurrent_core(model, prefill_chunk=25) as core:
+        answers = answer_all(core, [first, *copies])
+        tokens = answers["first"].tokens
+        scored = answer_all(core, [request("s", [*range(60), *tokens], 1, prompt_logprobs=1)])["s"]
+    for copy in copies:
+        assert answers[copy.request_id].tokens == tokens
+        assert answers[copy.request_id].reused == 59
+    assert scored.reused == 0
+    assert list(scored.prompt_logprobs[60:]) == answers["first"].logprobs
+
+
 def test_conversations_go_on_from_where_they_ended_or_parted(model):
     rng = random.Random(3)
     first = [rng.randrange(VOCAB) for _ in range(40)]
