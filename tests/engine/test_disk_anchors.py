@@ -4,6 +4,7 @@ import asyncio
 import os
 import shutil
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import structlog
 
 from ftd.config import load_config
 from ftd.engine.api import EngineRequest, Sampling
-from ftd.engine.loading import load_engine, prepare
+from ftd.engine.loading import load_core, load_engine, prepare
 from ftd.engine.thread import EngineThread
 from ftd.errors import ConfigError
 from ftd.kv.anchors import Anchor, AnchorKind
@@ -185,3 +186,16 @@ async def test_a_directory_that_cannot_be_used_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot hold anchors"):
         async with engine(tmp_path / "file"):
             pass
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "reason"),
+    [("qwen3_next", {}, "recurrent states"), ("qwen3_moe", {"vram": object()}, "on a GPU")],
+)
+def test_what_cannot_be_kept_is_refused_before_weights_are_read(tmp_path, model, changes, reason):
+    path = MODEL.parent / model
+    config = load_config({"model": str(path), "device": "cpu", "anchor_dir": str(tmp_path)}, {})
+    prepared = prepare(path, config)
+    prepared = replace(prepared, plan=replace(prepared.plan, **changes))
+    with pytest.raises(ConfigError, match=reason):
+        load_core(config, prepared)
