@@ -140,7 +140,7 @@ class PrefixTree:
             self._keep_tail(end, ids[whole:], pages[num_pages], chance)
 
     def evict(self, n: int) -> int:
-        """Free up to ``n`` idle pages, least recently used first; returns how many."""
+        """Free up to ``n`` idle pages, those of the lowest rank first; returns how many."""
         freed, busy = 0, []
         while freed < n and self._queue:
             rank, _, node = heappop(self._queue)

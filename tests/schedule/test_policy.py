@@ -50,10 +50,7 @@ class FakeEngine:
         running = [s.view(self.pool.num_exclusive(s.pages)) for s in self.running]
         line = next_in_line([s.view(0) for s in self.waiting], running, self.limits)
         by_key = {s.key: s for s in self.waiting}
-        candidates = [
-            by_key[key].view_after(*self.tree.peek(by_key[key].ids))
-            for key in line
-        ]
+        candidates = [by_key[key].view_after(*self.tree.peek(by_key[key].ids)) for key in line]
         return plan_step(
             running,
             candidates,
