@@ -198,7 +198,7 @@ class Soak:
             tokens, slots = str(rng.choice(KV_TOKENS)), str(rng.choice(SLOTS))
             change = Budget(kv_tokens=tokens, expert_slots=slots)
             if rng.random() < BY_NEED:
-                change = Budget(auto=True)
+                change = Budget(vram="24M", auto=True)
             try:
                 done = await asyncio.to_thread(self.call, change)
             except Refused:  # a request under way is longer than the pool would be

@@ -24,7 +24,7 @@ from ftd.lifecycle.beside import on_thread
 from ftd.lifecycle.served import BudgetDone, MemoryUse, Reads
 from ftd.lifecycle.succession import Footprint
 from ftd.memory.balance import Demand, LastMove, Limits, Sizes, next_sizes, room_for
-from ftd.memory.budget import Bounds, plan_change, settings_for
+from ftd.memory.budget import Bounds, Planner, plan_change, settings_for
 from ftd.memory.change import Change
 from ftd.memory.plan import MIN_CONTEXT_TOKENS, MemoryPlan
 from ftd.memory.yielding import Calm, next_budget
@@ -119,7 +119,7 @@ class ElasticMemory:
         auto = change.auto or (self.auto and not numbers)
         planner = await on_thread(lambda: replanner(self._prepared))
         longest = await self._engine.at_safe_point(EngineCore.longest_tokens)
-        bounds = self._bounds(longest)
+        bounds = await on_thread(lambda: self._bounds(planner, longest))
         plan = await on_thread(lambda: plan_change(planner, config, bounds))
         shared = self._shared(config, plan) if auto else None
         if shared:
@@ -130,10 +130,11 @@ class ElasticMemory:
             self._yields = change.vram == "auto"
         return done
 
-    def _bounds(self, longest_tokens: int) -> Bounds:
+    def _bounds(self, planner: Planner, longest_tokens: int) -> Bounds:
+        least = replace(self.config, vram=None, kv_tokens="auto", expert_slots=0)
         return Bounds(
             longest_tokens=longest_tokens,
-            most_vram_bytes=self.plan.most_vram_bytes,
+            most_vram_bytes=planner(least).most_vram_bytes,
             most_pages=self._most_pages,
             most_context_tokens=self._most_context,
         )
