@@ -149,7 +149,7 @@ class EngineCore:
         self.wake: Callable[[], None] = lambda: None  # from any thread: there is work again
         self.restoring = self._restoring(None)
         num_states = kv.states.num_slots if kv.states else 0
-        self.recurrence = Recurrence(num_states, limits.max_running, clock)
+        self.recurrence = Recurrence(num_states, limits.max_running, kv.page_tokens, clock)
         self.rates = Rates()
         self.totals = Totals()
         self._waiting: dict[str, Answering] = {}  # in order of arrival

@@ -3,8 +3,9 @@
 Beside its pages, a sequence holds the slot of the state after its computed tokens. A step reads it
 and writes later ones to other slots; the sequence changes over when the step commits, so a step
 that is given up needs no undoing. On the way through a prompt the states at its borders are kept:
-where messages begin, where it parts from an earlier prompt, at regular distances, and before its
-last token. What a sequence leaves is kept, too.
+where messages begin, where it parts from an earlier prompt, at regular distances, and at its last
+whole page, which others find while the sequence still writes the next. What a sequence leaves is
+kept, too.
 
 A model without recurrent layers has no slots, and nothing here does anything.
 """
@@ -39,8 +40,13 @@ class Recurrence:
     """
 
     def __init__(
-        self, num_slots: int, max_running: int, clock: Callable[[], float] = time.monotonic
+        self,
+        num_slots: int,
+        max_running: int,
+        page_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.page_tokens = page_tokens
         self.pool = StatePool(num_slots)
         self.store = StateStore(self.pool, clock)
         self.max_kept = num_slots - LIVE_STATES * max_running if num_slots else 0
@@ -80,7 +86,7 @@ class Recurrence:
         if not self.is_used:
             return None
         end = sequence.computed + tokens
-        wanted = borders(sequence, end, self._forks[sequence.key])
+        wanted = borders(sequence, end, self._forks[sequence.key], self.page_tokens)
         targets, kept = [], []
         for position, chance_of in wanted.items():
             if position < end and (slot := self._border_slot()) is not None:
@@ -140,7 +146,7 @@ class Recurrence:
         return len(self.store) + self._writing < self.max_kept or self.store.evict()
 
 
-def borders(sequence: Sequence, end: int, fork: int) -> dict[int, float]:
+def borders(sequence: Sequence, end: int, fork: int, page_tokens: int) -> dict[int, float]:
     """Positions to keep a state at, behind what is computed and up to ``end``, in order.
 
     Each with the chance that it is resumed from.
@@ -150,7 +156,7 @@ def borders(sequence: Sequence, end: int, fork: int) -> dict[int, float]:
     begin, last = sequence.computed, sequence.prompt_tokens - 1
     grid = range(begin // GRID_TOKENS * GRID_TOKENS, end + 1, GRID_TOKENS)
     kinds = [(anchor.position, anchor.kind) for anchor in sequence.request.anchors]
-    kinds += [(fork, AnchorKind.FORK), (last, AnchorKind.USER)]
+    kinds += [(fork, AnchorKind.FORK), (last // page_tokens * page_tokens, AnchorKind.USER)]
     found = dict.fromkeys(grid, chance(None))
     for position, kind in kinds:
         found[position] = max(found.get(position, 0.0), chance(kind))

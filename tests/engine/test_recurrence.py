@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from ftd.schedule.sequence import Sequence
 ORACLES = Path(__file__).parents[1] / "data" / "oracles"
 VOCAB = 500  # ids below the special ones
 ROLE = "role"
+PAGE_TOKENS = 16
 
 
 def requests() -> list[EngineRequest]:
@@ -46,7 +48,7 @@ def recurrent_core(model: Path, kept: int | None = None, **settings):
     with engine_core(model, **settings) as core:
         if kept is not None:
             live = LIVE_STATES * int(settings["max_running"])
-            core.recurrence = Recurrence(live + kept, int(settings["max_running"]))
+            core.recurrence = Recurrence(live + kept, int(settings["max_running"]), PAGE_TOKENS)
         yield core
         check_states_at_rest(core)
 
@@ -88,13 +90,15 @@ def test_slots_of_experts(model, alone, slots):
             assert comparable(answer_all(core, requests())) == alone
 
 
-def test_a_prompt_said_again_computes_its_last_token_only(model, alone):
+def test_a_prompt_said_again_computes_what_is_behind_its_last_whole_page(model, alone):
     with recurrent_core(model) as core:
         answer_all(core, requests())
         again = answer_all(core, requests())
     assert comparable(again) == alone
     for one in requests():
-        assert again[one.request_id].reused == len(one.prompt_ids) - 1
+        whole = (len(one.prompt_ids) - 1) // PAGE_TOKENS * PAGE_TOKENS
+        marks = [a.position for a in one.anchors if a.position < len(one.prompt_ids)]
+        assert max(whole, *marks, 0) <= again[one.request_id].reused < len(one.prompt_ids)
 
 
 def test_copies_share_their_sibling_s_state_and_scores_are_those_of_sampling(model):
@@ -107,7 +111,7 @@ def test_copies_share_their_sibling_s_state_and_scores_are_those_of_sampling(mod
         scored = answer_all(core, [request("s", [*range(60), *tokens], 1, prompt_logprobs=1)])["s"]
     for copy in copies:
         assert answers[copy.request_id].tokens == tokens
-        assert answers[copy.request_id].reused == 59
+        assert answers[copy.request_id].reused == 48
     assert scored.reused == 0
     assert list(scored.prompt_logprobs[60:]) == answers["first"].logprobs
 
@@ -210,10 +214,17 @@ def test_a_damaged_state_fails_its_request_and_nothing_of_it_is_used_again(model
         assert comparable(answer_all(core, [one])) == {one.request_id: alone[one.request_id]}
 
 
-def test_without_the_page_that_a_state_lies_in_a_sequence_starts_over(model, alone):
+@pytest.mark.parametrize(("whole_page", "reused"), [(True, 64), (False, 0)], ids=["kept", "gone"])
+def test_without_the_page_that_its_state_lies_in_a_sequence_begins_before_it(
+    model, alone, whole_page, reused
+):
     one = next(r for r in requests() if len(r.prompt_ids) == 70)
+    one = replace(one, anchors=(Anchor(69, ROLE),))
     with recurrent_core(model) as core:
         answer_all(core, [one])
+        for kept in core.recurrence.store:
+            if kept.position < 69 and not whole_page:
+                core.recurrence.store.drop(kept)
         match = core.tree.match
 
         def whole_pages(*arguments):  # as when no page is free to copy into
@@ -223,7 +234,7 @@ def test_without_the_page_that_a_state_lies_in_a_sequence_starts_over(model, alo
 
         core.tree.match = whole_pages
         answers = answer_all(core, [one])
-    assert answers[one.request_id].reused == 0
+    assert answers[one.request_id].reused == reused
     assert comparable(answers) == {one.request_id: alone[one.request_id]}
 
 
@@ -234,24 +245,26 @@ class TestBorders:
         made.computed = computed
         return made
 
-    def test_the_last_token_a_prompt_may_reuse_is_one(self):
-        assert list(borders(self.sequence(100), 100, 0)) == [99]
+    def test_the_last_whole_page_before_the_last_token_is_one(self):
+        assert list(borders(self.sequence(100), 100, 0, PAGE_TOKENS)) == [96]
+        assert list(borders(self.sequence(97), 97, 0, PAGE_TOKENS)) == [96]
+        assert list(borders(self.sequence(96), 96, 0, PAGE_TOKENS)) == [80]
 
     def test_anchors_forks_and_a_grid_are(self):
         sequence = self.sequence(1000, 200, (100, 300, 700))
-        found = borders(sequence, 800, 555)
+        found = borders(sequence, 800, 555, PAGE_TOKENS)
         assert list(found) == [GRID_TOKENS, 300, 2 * GRID_TOKENS, 555, 700, 3 * GRID_TOKENS]
         assert found[555] > found[300] > found[GRID_TOKENS] > 0
-        assert list(borders(sequence, 256, 555)) == [256]
+        assert list(borders(sequence, 256, 555, PAGE_TOKENS)) == [256]
 
     def test_what_is_computed_and_what_was_generated_are_not(self):
         sequence = self.sequence(300, 256)
         sequence.ids.extend(array("i", range(500)))
-        assert list(borders(sequence, 800, 400)) == [299]
+        assert list(borders(sequence, 800, 400, PAGE_TOKENS)) == [288]
 
 
 def test_slots_suffice_for_every_sequence_however_many_are_kept():
-    recurrence = Recurrence(LIVE_STATES * 2 + 1, 2)
+    recurrence = Recurrence(LIVE_STATES * 2 + 1, 2, PAGE_TOKENS)
     sequences = [Sequence(request(str(i), range(2000 + i)), i) for i in range(2)]
     for sequence in sequences:
         assert recurrence.start(sequence, 0)

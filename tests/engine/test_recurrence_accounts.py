@@ -23,7 +23,7 @@ class RecurrenceMachine(RuleBasedStateMachine):
     def begin(self, kept):
         self.now = 0
         self.num_slots = LIVE_STATES * MAX_RUNNING + kept
-        self.recurrence = Recurrence(self.num_slots, MAX_RUNNING, lambda: self.now)
+        self.recurrence = Recurrence(self.num_slots, MAX_RUNNING, 2, lambda: self.now)
         self.running = []
         self.moves = []  # of the step under way: (sequence, tokens, moves)
         self.states = {}  # slot -> the tokens that its state sums up, as written
