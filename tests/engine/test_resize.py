@@ -100,7 +100,8 @@ def test_what_fits_of_the_prefix_cache_is_kept(model, alone):
         done = resize(core, LEAST_PAGES, 0)
         assert done.pages_evicted == cached - LEAST_PAGES > 0
         again = answer_all(core, [request("again", prompt, 4)])["again"]
-    assert again.reused == len(prompt) - 1
+    last = len(prompt) - 1
+    assert again.reused in (last, last // 16 * 16)  # a recurrent state is kept at a page's border
 
 
 def test_a_pool_smaller_than_a_request_is_refused_and_nothing_changes(model):
