@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import orjson
 from tokenizers import Tokenizer
 
 from ftd.engine.api import Sampling
@@ -27,19 +26,10 @@ from .messages import Message, rewrites
 from .parse import OutputParser
 from .splice import Frame, NotPlaced, Spliced, in_one_place, with_marks
 from .template import ChatTemplate, TemplateRefused
+from .template_files import load_templates, read_json, token_text
 
 if TYPE_CHECKING:
     from .constrain import MakeConstraint
-
-_SPECIAL_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +62,12 @@ class TextModel:
         self._tokenizer = _load_tokenizer(path / "tokenizer.json")
         self._vocabulary = Vocabulary(self._tokenizer)
         self.vocab_size = self._tokenizer.get_vocab_size()  # the model's own may be larger
-        tokenizer_config = _read_json(path / "tokenizer_config.json")
-        generation = _read_json(path / "generation_config.json")
-        self.eos_ids = self._eos_ids(_read_json(path / "config.json"), generation, tokenizer_config)
+        tokenizer_config = read_json(path / "tokenizer_config.json")
+        generation = read_json(path / "generation_config.json")
+        self.eos_ids = self._eos_ids(read_json(path / "config.json"), generation, tokenizer_config)
         self._ends = [self.token_bytes(token).decode(errors="replace") for token in self.eos_ids]
         self.defaults = _sampling_defaults(generation)
-        self._templates = _load_templates(path, tokenizer_config)
+        self._templates = load_templates(path, tokenizer_config)
         self._markups: dict[tuple[str, str | None], Markup] = {}  # by template and dialect
         self._borders: Borders | None = None
         self.echoes = EchoMemory()
@@ -319,7 +309,7 @@ class TextModel:
             if declared is None and isinstance(config.get("text_config"), dict):
                 declared = config["text_config"].get("eos_token_id")
             ids.update(_ints(declared))
-            if (name := _token_text(config.get("eos_token"))) is not None:
+            if (name := token_text(config.get("eos_token"))) is not None:
                 token = self._tokenizer.token_to_id(name)
                 ids.update(() if token is None else (token,))
         return frozenset(ids)
@@ -342,24 +332,6 @@ def _load_tokenizer(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in ``path``; empty if there is no such file."""
-    try:
-        value = orjson.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, orjson.JSONDecodeError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {error}", hint="fetch the file again"
-        ) from error
-    if not isinstance(value, dict):
-        raise CheckpointError(
-            f"{path} holds a JSON {type(value).__name__}, an object is needed",
-            hint="fetch the file again",
-        )
-    return value
-
-
 def _sampling_defaults(generation: Mapping[str, Any]) -> Sampling:
     """What generation_config.json says of sampling; what it leaves out or garbles stays as is."""
     base = Sampling()
@@ -380,72 +352,6 @@ def _number(values: Mapping[str, Any], key: str, default: float) -> float:
     value = values.get(key)
     usable = isinstance(value, int | float) and math.isfinite(value) and value >= 0
     return float(value) if usable and value is not None else default
-
-
-def _load_templates(path: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, ChatTemplate]:
-    """By name; ``default`` serves chats, ``tool_use``, where there is one, chats with tools."""
-    where, declared = _declared_template(path, tokenizer_config)
-    if declared is None:
-        return {}
-    sources = {"default": declared} if isinstance(declared, str) else _named(declared, where)
-    variables = _template_variables(path, tokenizer_config)
-    return {
-        name: ChatTemplate(source, where=where, variables=variables)
-        for name, source in sources.items()
-    }
-
-
-def _declared_template(path: Path, tokenizer_config: Mapping[str, Any]) -> tuple[str, Any]:
-    """The file that has the template, and what it says; newer places win."""
-    jinja = path / "chat_template.jinja"
-    if jinja.is_file():
-        try:
-            return str(jinja), jinja.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(
-                f"{jinja} cannot be read: {error}", hint="fetch the file again"
-            ) from error
-    if tokenizer_config.get("chat_template") is not None:
-        return str(path / "tokenizer_config.json"), tokenizer_config["chat_template"]
-    for name in ("chat_template.json", "processor_config.json"):
-        if (declared := _read_json(path / name).get("chat_template")) is not None:
-            return str(path / name), declared
-    return "", None
-
-
-def _named(declared: Any, where: str) -> dict[str, str]:
-    if isinstance(declared, dict):
-        declared = [{"name": name, "template": text} for name, text in declared.items()]
-    try:
-        named = {entry["name"]: entry["template"] for entry in declared}
-    except (TypeError, KeyError) as error:
-        named = {"": error}
-    if not all(isinstance(text, str) and isinstance(name, str) for name, text in named.items()):
-        raise CheckpointError(
-            f"{where}: chat_template must be text or a list of objects with name and template",
-            hint="fetch the file again",
-        )
-    return named
-
-
-def _template_variables(path: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, Any]:
-    declared = {**_read_json(path / "special_tokens_map.json"), **tokenizer_config}
-    variables: dict[str, Any] = {
-        name: text
-        for name in _SPECIAL_TOKENS
-        if (text := _token_text(declared.get(name))) is not None
-    }
-    extra = declared.get("additional_special_tokens")
-    if isinstance(extra, list):
-        variables["additional_special_tokens"] = [
-            text for token in extra if (text := _token_text(token)) is not None
-        ]
-    return variables
-
-
-def _token_text(token: Any) -> str | None:
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None
 
 
 def _ints(value: Any) -> list[int]:
