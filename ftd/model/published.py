@@ -32,7 +32,8 @@ class Published:
     ) -> int:
         value = self._get(key, default)
         if type(value) is not int or not least <= value <= most:  # a bool is no number here
-            up_to = "" if most == _INT_LIMIT else f" to {most}"
+            beyond = type(value) is int and value > most
+            up_to = f" to {most}" if beyond or most != _INT_LIMIT else ""
             self.refuse(key, f"a whole number from {least}{up_to}")
         return value
 

@@ -97,6 +97,38 @@ async def test_health_is_live_before_ready_and_says_why_not():
         assert ftd.health()[0] == 200
 
 
+async def test_requests_that_come_before_the_model_are_answered_by_it():
+    """They wait, as agents give up on a refusal; a broken one is refused all the same."""
+    with running_ftd(wait=False) as ftd:
+        await asyncio.to_thread(ftd.wait_up)
+        plain, stream, broken = await asyncio.gather(
+            ask(ftd.base, "S10"),
+            ask(ftd.base, "S14", stream=True),
+            post(ftd.base, chat("S10", temperature=-1)),
+        )
+        assert plain.text == ANSWERS["S10"]["text"]
+        assert stream.text == ANSWERS["S14"]["text"]
+        assert (broken.status, broken.error["param"]) == (400, "temperature")
+        assert ftd.wait_rest().finished == 2
+
+
+async def test_sigterm_while_requests_wait_for_the_model_answers_each():
+    with running_ftd(wait=False, heartbeat="100ms") as ftd:
+        await asyncio.to_thread(ftd.wait_up)
+        tasks = [
+            asyncio.create_task(post(ftd.base, chat("S60", stream=stream)))
+            for stream in (True, False)
+        ]
+        await asyncio.sleep(0.2)
+        ftd.process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(ftd.process.wait, 20) == 0, ftd.log.read_text()
+        for task in tasks:
+            reply = await task
+            last = reply.events[-1] if reply.events else reply.body
+            assert reply.done or "error" in last or reply.status == 200, reply
+        assert not ftd.socket.exists()
+
+
 def start_refused(model: Path, *flags: str) -> str:
     """Standard error of an ftd that does not start."""
     done = subprocess.run(

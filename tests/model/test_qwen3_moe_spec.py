@@ -167,6 +167,7 @@ class TestRefused:
             ({"vocab_size": True}, "vocab_size is True, expected a whole number"),
             ({"vocab_size": 2**40}, "vocab_size is 1099511627776"),
             ({"num_hidden_layers": 10**9}, "expected a whole number from 1 to 1024"),
+            ({"hidden_size": 10**18}, "expected a whole number from 1 to "),
             ({"num_experts_per_tok": 129}, "is 129, expected at most the number of experts, 128"),
             ({"num_key_value_heads": 5}, "expected a divisor of num_attention_heads, 32"),
             ({"head_dim": None, "hidden_size": 2050}, "head_dim is missing"),
