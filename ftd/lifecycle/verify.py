@@ -96,17 +96,18 @@ async def verify(
                     f"{room} is the most with this model",
                     hint="serve it with a larger --context",
                 )
-            await _replay(engine, done, ids, anchors, tolerance)
+            await replay(engine, done, ids, anchors, tolerance)
         yield done
 
 
-async def _replay(
+async def replay(
     engine: EngineHandle,
     done: Verified,
     ids: list[int],
     anchors: Sequence[Anchor],
-    tolerance: float,
+    tolerance: float = 0.0,
 ) -> None:
+    """Ask one prompt of a session, and compare; what comes of it is added to ``done``."""
     answer = await _ask(engine, ids, ANSWER_TOKENS, anchors)
     shared = max((_common(ids, known) for known in done._known), default=0)
     border = max((a.position for a in anchors if a.position <= shared), default=0)

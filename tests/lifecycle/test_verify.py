@@ -1,6 +1,7 @@
 """Recorded sessions of agents on the demo model: what is reused changes no bit of an answer."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
@@ -8,10 +9,12 @@ from ftd.checkpoint.source import resolve
 from ftd.config import load_config
 from ftd.engine.loading import load_engine, prepare
 from ftd.errors import ConfigError
-from ftd.lifecycle.verify import SESSIONS, Session, read_sessions, verify
+from ftd.kv.anchors import Anchor, AnchorKind
+from ftd.lifecycle.verify import SESSIONS, Session, Verified, read_sessions, replay, verify
 from ftd.text.textmodel import TextModel
 
 PAGE_TOKENS = 16
+ORACLES = Path(__file__).parent.parent / "data" / "oracles"
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +43,38 @@ def test_a_session_is_answered_as_from_cold_and_computes_little_again(replayed, 
     assert done.most_above_ideal <= PAGE_TOKENS
     assert done.recomputed_tokens <= done.ideal_tokens + PAGE_TOKENS
     assert done.recomputed_tokens < 0.75 * done.prompt_tokens
+
+
+@pytest.mark.parametrize(("family", "spare"), [("qwen3_moe-window", 16), ("qwen3_next", 64)])
+def test_other_kinds_of_layers_resume_as_close_to_the_ideal(family, spare):
+    """A conversation of bare tokens: goes on, is edited in the middle, goes on from there."""
+    path = ORACLES / family
+    config = load_config({"model": str(path), "device": "cpu", "dtype": "float32"}, {})
+    turns = [[(7 * n * n + turn) % 400 for n in range(90)] for turn in range(5)]
+    histories = [
+        turns[:2],
+        turns[:3],
+        [turns[0], turns[4], turns[2]],
+        [turns[0], *turns[4:], turns[3]],
+    ]
+
+    async def run():
+        loaded = load_engine(config, prepare(path, config), lambda *_: None, lambda: False)
+        done = Verified(family)
+        try:
+            for history in histories:
+                ids = [token for turn in history for token in turn]
+                borders = range(90, len(ids), 90)
+                anchors = [Anchor(at + by, AnchorKind.TURN) for at in borders for by in (-11, 0)]
+                await replay(loaded.handle, done, ids, anchors)
+        finally:
+            await loaded.handle.close()
+        return done
+
+    done = asyncio.run(run())
+    assert done.requests == len(histories) and done.checked > 30
+    assert (done.unequal, done.max_difference) == (0, 0.0)
+    assert done.most_above_ideal <= spare
 
 
 def test_a_file_that_holds_no_sessions_is_refused(tmp_path):
