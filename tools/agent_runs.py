@@ -31,7 +31,7 @@ from ftd.control.client import ControlError
 from ftd.control.protocol import Health, Stop
 
 ROOT = Path(__file__).resolve().parents[1]
-MODEL = ROOT / "tests" / "data" / "script-model"
+MODEL = ROOT / "tests" / "data" / "agents-model"
 SERVED_NAME = "scripts/Script-MoE"  # with a slash, as hub ids have one
 FIRST, SECOND = "Create hello.txt that holds the word hello.", "And once more, please."
 TURN_S, END_S = 300, 20

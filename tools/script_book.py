@@ -76,8 +76,11 @@ class Book:
     after_tool: str
 
 
-def read(path: Path) -> Book:
+def read(path: Path, *, agents: bool = False) -> Book:
+    """The scripts of a file; with ``agents``, those of its part for coding agents too."""
     data = yaml.safe_load(path.read_text())
+    if agents:
+        data["scripts"] |= data["agents"]
     long = data.get("long", {})
 
     def filled(value: Any) -> Any:

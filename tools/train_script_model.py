@@ -534,6 +534,7 @@ def main() -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--go-on", type=Path, help="earlier model to start from")
+    parser.add_argument("--agents", action="store_true", help="the scripts for agents, too")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--seconds", type=float, default=3600, help="give up after this long")
     parser.add_argument("--batch-tokens", type=int, help="tokens in a step")
@@ -546,7 +547,7 @@ def main() -> int:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     cuda = device.startswith("cuda")
     torch.manual_seed(0)
-    book = read(args.file)
+    book = read(args.file, agents=args.agents)
     texts = standard_library_text(6_000_000)
     tokenizer, model = go_on(book, args.go_on) if args.go_on else begin(book, texts)
     encoder = Encoder(tokenizer)
