@@ -17,16 +17,17 @@ import structlog
 import torch
 
 from ftd.config import FaultSpec
+from ftd.engine import figures
 from ftd.engine.api import (
     EngineRequest,
     EngineStatus,
     Finish,
     Output,
-    RequestInfo,
     Sampling,
     TokenLogprob,
 )
 from ftd.engine.batch import Span
+from ftd.engine.figures import Totals
 from ftd.engine.meter import Meter
 from ftd.engine.recurrence import Recurrence
 from ftd.engine.restoring import Restoring
@@ -55,19 +56,6 @@ SCORED_ROWS = 64
 # A chunk large enough to tell a fixed cost from one per token, small enough for a slow machine.
 WARM_UP_TOKENS = 64
 NO_FAULT = FaultSpec()
-
-
-@dataclass(slots=True)
-class Totals:
-    steps: int = 0
-    prompt_tokens: int = 0
-    reused_tokens: int = 0
-    output_tokens: int = 0
-    finished: int = 0
-    cancelled: int = 0
-    failed: int = 0
-    preempted: int = 0
-    evicted_pages: int = 0  # of the prefix cache, for lack of room
 
 
 @dataclass(slots=True)
@@ -408,7 +396,7 @@ class EngineCore:
 
     def _make_free(self, num_pages: int) -> None:
         if num_pages > self.pages.free:
-            self.totals.evicted_pages += self.tree.evict(num_pages - self.pages.free)
+            self.totals.pages_evicted += self.tree.evict(num_pages - self.pages.free)
 
     def _copy_part(self, sequence: Sequence, part: Part) -> None:
         """Go on in a page of one's own with the tokens that a page of the tree begins with."""
@@ -604,28 +592,19 @@ class EngineCore:
 
     def anchor_infos(self, session: str | None = None) -> tuple[AnchorInfo, ...]:
         """Anchors of one session, or all: those in memory, then those on disk alone."""
-        now_s, token_bytes = self._clock(), self.kv.page_bytes / self.kv.page_tokens
-        token_s = self.rates.line[1] if self.rates.chunk_tokens else 0.0
-        on_disk = {(a.session, a.kind, a.position): a for a in self.restoring.on_disk()}
-        states = self.anchors.with_states(self.recurrence.store)
-        state_bytes = self.kv.states.slot_bytes if self.kv.states else 0
-        infos = [
-            AnchorInfo(
-                session=anchor.session,
-                kind=str(anchor.kind),
-                position=anchor.position,
-                tokens=tokens,
-                kv_bytes=round(tokens * token_bytes),
-                state_bytes=state_bytes if (run, anchor.position) in states else 0,
-                disk_bytes=_bytes(on_disk.pop(anchor.identity, None)),
-                hits=anchor.hits,
-                age_s=max(0.0, now_s - anchor.used_s),
-                saved_s=anchor.saved * token_s,
-                in_use=not self.pages.is_idle(run.pages[0]),
-            )
-            for anchor, tokens, run in self.anchors
-        ]
-        return tuple(a for a in (*infos, *on_disk.values()) if session in (None, a.session))
+        infos = figures.anchors(
+            self.anchors,
+            self.restoring.on_disk(),
+            self.anchors.with_states(self.recurrence.store),
+            figures.AnchorCosts(
+                token_bytes=self.kv.page_bytes / self.kv.page_tokens,
+                state_bytes=self.kv.states.slot_bytes if self.kv.states else 0,
+                token_s=self.rates.line[1] if self.rates.chunk_tokens else 0.0,
+            ),
+            is_idle=self.pages.is_idle,
+            now_s=self._clock(),
+        )
+        return tuple(info for info in infos if session in (None, info.session))
 
     def _measure(self, runs: Seq[tuple[Answering, int]], drawn: int, seconds: float) -> None:
         rows = sum(tokens == 1 for _, tokens in runs)
@@ -637,60 +616,14 @@ class EngineCore:
 
     def status(self) -> EngineStatus:
         now_s = self._clock()
-        counters = self.experts.counters()
-        totals = self.totals
-        return EngineStatus(
-            running=len(self._running),
-            waiting=len(self._waiting),
-            pages_total=self.pages.num_pages,
-            pages_free=self.pages.free,
-            pages_held=self.pages.held,
-            pages_cached=self.pages.idle,
-            page_tokens=self.kv.page_tokens,
-            states_total=self.recurrence.pool.num_slots,
-            states_free=self.recurrence.pool.free,
-            states_held=self.recurrence.pool.held,
-            states_cached=self.recurrence.store.idle,
-            slots_total=counters.slots_total,
-            slots_used=counters.slots_used,
-            steps=totals.steps,
-            prompt_tokens=totals.prompt_tokens,
-            reused_tokens=totals.reused_tokens,
-            output_tokens=totals.output_tokens,
-            finished=totals.finished,
-            cancelled=totals.cancelled,
-            failed=totals.failed,
-            expert_hits=counters.hits,
-            expert_misses=counters.misses,
-            expert_fetched=counters.fetched,
-            expert_evicted=counters.evicted,
-            preempted=totals.preempted,
-            pages_evicted=totals.evicted_pages,
-            decode_tokens_per_s=self._meter.decode_tokens_per_s(),
-            prefill_tokens_per_s=self._meter.prefill_tokens_per_s(),
-            step_ms_p50=self._meter.step_ms_p50(),
-            requests=tuple(
-                _info(a, state, now_s)
-                for state, group in (("running", self._running), ("waiting", self._waiting))
-                for a in group.values()
-            ),
+        return figures.status(
+            self.pages,
+            self.recurrence,
+            self.experts.counters(),
+            self.totals,
+            self._meter,
+            [
+                *(figures.running(a.sequence, now_s) for a in self._running.values()),
+                *(figures.waiting(a.sequence, now_s) for a in self._waiting.values()),
+            ],
         )
-
-
-def _bytes(on_disk: AnchorInfo | None) -> int:
-    return on_disk.disk_bytes if on_disk else 0
-
-
-def _info(answering: Answering, state: str, now_s: float) -> RequestInfo:
-    sequence = answering.sequence
-    if state == "running":
-        state = "decode" if sequence.pending == 1 else "prefill"
-    return RequestInfo(
-        request_id=sequence.key,
-        state=state,
-        prompt_tokens=sequence.prompt_tokens,
-        computed_tokens=min(sequence.computed, sequence.prompt_tokens),
-        reused_tokens=sequence.reused or 0,
-        output_tokens=sequence.output_tokens,
-        age_s=max(0.0, now_s - sequence.request.arrival_s) if sequence.request.arrival_s else 0.0,
-    )

@@ -1,0 +1,124 @@
+"""What the engine tells of itself: snapshots made of its parts, for status, watch and anchors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
+from dataclasses import asdict, dataclass
+
+from ftd.engine.api import EngineStatus, RequestInfo
+from ftd.engine.meter import Meter
+from ftd.engine.recurrence import Recurrence
+from ftd.experts.runtime import ExpertCounters
+from ftd.kv.anchor_book import Standing
+from ftd.kv.anchors import AnchorInfo
+from ftd.kv.pages import PagePool
+from ftd.kv.runs import Run
+from ftd.schedule.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Totals:
+    """Since loading."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    output_tokens: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    preempted: int = 0
+    pages_evicted: int = 0  # of the prefix cache, for lack of room
+
+
+def status(
+    pages: PagePool,
+    recurrence: Recurrence,
+    experts: ExpertCounters,
+    totals: Totals,
+    meter: Meter,
+    requests: Iterable[RequestInfo],
+) -> EngineStatus:
+    requests = tuple(requests)
+    waiting = sum(request.state == "waiting" for request in requests)
+    return EngineStatus(
+        running=len(requests) - waiting,
+        waiting=waiting,
+        pages_total=pages.num_pages,
+        pages_free=pages.free,
+        pages_held=pages.held,
+        pages_cached=pages.idle,
+        page_tokens=pages.page_tokens,
+        states_total=recurrence.pool.num_slots,
+        states_free=recurrence.pool.free,
+        states_held=recurrence.pool.held,
+        states_cached=recurrence.store.idle,
+        slots_total=experts.slots_total,
+        slots_used=experts.slots_used,
+        expert_hits=experts.hits,
+        expert_misses=experts.misses,
+        expert_fetched=experts.fetched,
+        expert_evicted=experts.evicted,
+        decode_tokens_per_s=meter.decode_tokens_per_s(),
+        prefill_tokens_per_s=meter.prefill_tokens_per_s(),
+        step_ms_p50=meter.step_ms_p50(),
+        requests=requests,
+        **asdict(totals),
+    )
+
+
+def running(sequence: Sequence, now_s: float) -> RequestInfo:
+    return _request(sequence, "decode" if sequence.pending == 1 else "prefill", now_s)
+
+
+def waiting(sequence: Sequence, now_s: float) -> RequestInfo:
+    return _request(sequence, "waiting", now_s)
+
+
+def _request(sequence: Sequence, state: str, now_s: float) -> RequestInfo:
+    return RequestInfo(
+        request_id=sequence.key,
+        state=state,
+        prompt_tokens=sequence.prompt_tokens,
+        computed_tokens=min(sequence.computed, sequence.prompt_tokens),
+        reused_tokens=sequence.reused or 0,
+        output_tokens=sequence.output_tokens,
+        age_s=max(0.0, now_s - sequence.request.arrival_s) if sequence.request.arrival_s else 0.0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AnchorCosts:
+    token_bytes: float  # of KV
+    state_bytes: int  # of recurrent layers
+    token_s: float  # to compute one again; 0: not known yet
+
+
+def anchors(
+    standing: Iterable[Standing],
+    on_disk: Iterable[AnchorInfo],
+    states: AbstractSet[tuple[Run, int]],  # where a state of recurrent layers is kept
+    costs: AnchorCosts,
+    *,
+    is_idle: Callable[[int], bool],  # whether no running request uses a page
+    now_s: float,
+) -> Iterator[AnchorInfo]:
+    """Those in memory, then those on disk alone."""
+    disk = {(a.session, a.kind, a.position): a for a in on_disk}
+    for anchor, tokens, run in standing:
+        stored = disk.pop(anchor.identity, None)
+        yield AnchorInfo(
+            session=anchor.session,
+            kind=str(anchor.kind),
+            position=anchor.position,
+            tokens=tokens,
+            kv_bytes=round(tokens * costs.token_bytes),
+            state_bytes=costs.state_bytes if (run, anchor.position) in states else 0,
+            disk_bytes=stored.disk_bytes if stored else 0,
+            hits=anchor.hits,
+            age_s=max(0.0, now_s - anchor.used_s),
+            saved_s=anchor.saved * costs.token_s,
+            in_use=not is_idle(run.pages[0]),
+        )
+    yield from disk.values()
