@@ -6,8 +6,9 @@ Exit codes: 0 done, 1 refused or failed, 2 a setting that is wrong.
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -53,10 +54,14 @@ def _check(config: Config) -> int:
     return print_check(config)
 
 
-def _serve(config: Config) -> int:
+def _serve(config: Config) -> NoReturn:
     from ftd.daemon import run
 
-    return run(config)
+    code = run(config)
+    # everything has been closed: taking torch and the interpreter apart would only take time
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 main = click.Command(
