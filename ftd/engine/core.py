@@ -66,7 +66,7 @@ class Answering:
     sampling: SamplingState
     scores: list[TokenLogprob | None] = field(default_factory=list)  # of the prompt, if asked for
     announced: bool = False  # reused_tokens and prompt_logprobs have gone out
-    ended: Ended = Ended.GOES_ON  # why the prefix tree's last match did
+    ended: Ended = Ended.NOTHING  # why the prefix tree's last match did
     resumed: Resumed | None = None
 
     @property

@@ -37,6 +37,7 @@ class Ended(StrEnum):
 
     WHOLE = "the whole prompt is known"  # but for its last token, which has to be computed
     GOES_ON = "new tokens behind all that was known"
+    NOTHING = "nothing is known yet"
     DIFFERS = "other tokens follow here in what is known"
     EVICTED = "what followed here has been evicted"
     STATE = "no state of recurrent layers is kept further on"

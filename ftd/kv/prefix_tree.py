@@ -263,7 +263,9 @@ class PrefixTree:
             return Ended.EVICTED if part[0].trimmed else Ended.GOES_ON
         if part or pages < len(node.pages) or node.children:
             return Ended.DIFFERS
-        return Ended.EVICTED if node.trimmed else Ended.GOES_ON
+        if node.trimmed:
+            return Ended.EVICTED
+        return Ended.GOES_ON if path else Ended.NOTHING
 
     def _extend(self, end: Run, tokens: array[int], pages: array[int], chance: float) -> Run:
         """Put new pages behind ``end``; returns the node they are in."""

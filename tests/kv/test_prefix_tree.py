@@ -290,7 +290,7 @@ def test_why_a_match_ended(tree, pool):
         pool.release([*pages, *([part.page] if part else [])])
         return ended
 
-    assert why(range(9)) is Ended.GOES_ON  # nothing is known
+    assert why(range(9)) is Ended.NOTHING
     committed(tree, pool, range(30))
     assert why(range(30)) is Ended.WHOLE
     assert why([*range(30), 99, 98]) is Ended.GOES_ON
@@ -299,4 +299,4 @@ def test_why_a_match_ended(tree, pool):
     tree.evict(3)
     assert why(range(30)) is Ended.EVICTED
     tree.clear()
-    assert why(range(30)) is Ended.GOES_ON
+    assert why(range(30)) is Ended.NOTHING
