@@ -1,11 +1,10 @@
 """Checks each family in each format it is published in against transformers; writes docs/models.md.
 
-    python tools/check_models.py GENERATOR_FOLDER [FAMILY ...] [--out docs/models.md]
+    python tools/check_models.py [FAMILY ...] [--out docs/models.md]
 
-GENERATOR_FOLDER holds the oracle generator, ``make_tiny.py``; it needs transformers
-(``pip install -e '.[reference]'``). For each family and format it writes a tiny checkpoint into a
-temporary folder, spelled as published, with what transformers computes from it in float32. Then, in
-float32 on the CPU device, with the C++ kernels and with torch:
+For each family and format the oracle generator (it needs ``pip install -e '.[reference]'``) writes
+a tiny checkpoint into a temporary folder, spelled as published, with what transformers computes
+from it in float32. Then, in float32 on the CPU device, with the C++ kernels and with torch:
 
 - logits, hidden states and the choice of experts of all prompts, as one prefill, token by token and
   in uneven chunks: within the oracle's tolerances, and equal to each other bit for bit;
@@ -186,13 +185,12 @@ def write(out: Path, parts: list[list[str]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("generator", type=Path, help="the folder of make_tiny.py")
     parser.add_argument("families", nargs="*", help="default: all that ftd serves")
     parser.add_argument("--out", type=Path, help="the page to write, with all families")
     arguments = parser.parse_args()
     if arguments.out and arguments.families:
         parser.error("a page is written of all families: name none")
-    sys.path.insert(0, str(arguments.generator))
+    sys.path.insert(0, str(ROOT / "tests" / "oracles" / "generator"))
     import make_tiny
     import tiny_archs
 

@@ -1,8 +1,8 @@
 """Builds the checkpoints of ``tests/data/oracles`` with the oracle generator (needs transformers).
 
-    python tests/oracles/build_fixtures.py GENERATOR_FOLDER [NAME ...]
+    python tests/oracles/build_fixtures.py [NAME ...]
 
-GENERATOR_FOLDER holds ``make_tiny.py``. Every fixture exercises one way a Qwen3-MoE config can
+Every fixture exercises one way a Qwen3-MoE config can
 differ, or one format; all but the first are cut to fewer layers and prompts, to keep the repository
 small.
 """
@@ -118,10 +118,9 @@ def shrink(directory: Path, kept_prompts: tuple[str, ...], *, few_logits: bool =
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("generator", type=Path, help="the folder of make_tiny.py")
     parser.add_argument("names", nargs="*", help="default: all")
     arguments = parser.parse_args()
-    sys.path.insert(0, str(arguments.generator))
+    sys.path.insert(0, str(Path(__file__).parent / "generator"))
     import make_tiny
     import tiny_archs
     import tiny_quant
