@@ -34,7 +34,7 @@ from ftd.control.client import (
     Refused,
     TimedOut,
 )
-from ftd.units import parse_duration
+from ftd.units import parse_duration, typed_seconds
 
 EXIT_CODES: dict[type[ControlError], int] = {Refused: 1, NotRunning: 3, TimedOut: 4}
 NOT_READY = 1  # of ftctl health
@@ -47,11 +47,18 @@ R = TypeVar("R")
 class _Duration(click.ParamType):
     name = "duration"
 
+    def __init__(self, low_s: float = 0.0, high_s: float = float("inf")) -> None:
+        self._low_s, self._high_s = low_s, high_s
+
     def convert(self, value: Any, param: Any, ctx: click.Context | None) -> float:
         try:
-            return parse_duration(value) if isinstance(value, str) else float(value)
+            seconds = parse_duration(value) if isinstance(value, str) else float(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
+        if not self._low_s <= seconds <= self._high_s:
+            low, high = typed_seconds(self._low_s), typed_seconds(self._high_s)
+            self.fail(f"expected from {low} to {high}, found {value}", param, ctx)
+        return seconds
 
 
 def _shared(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,7 +143,11 @@ def health(ctx: click.Context) -> None:
 
 @main.command()
 @click.option(
-    "--interval", type=_Duration(), default="500ms", show_default=True, help="Between two looks."
+    "--interval",
+    type=_Duration(*p.INTERVAL_S),
+    default="500ms",
+    show_default=True,
+    help="Between two looks.",
 )
 @_shared
 @click.pass_context

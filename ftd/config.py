@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 from ftd import kinds
 from ftd.errors import ConfigError
 from ftd.kinds import FaultSpec, HttpAddress, Kind
-from ftd.units import Amount, GiB, KiB, MiB, format_bytes, format_seconds
+from ftd.units import Amount, GiB, KiB, MiB, format_bytes, typed_seconds
 
 Auto = Literal["auto"]
 CpuIsa = Literal["auto", "portable", "avx2", "avx512", "avx512bf16", "amx"]
@@ -262,7 +262,7 @@ def shown(name: str, value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):
-        return format_seconds(value)
+        return typed_seconds(value)
     return format_bytes(value) if name == "body_limit" and isinstance(value, int) else str(value)
 
 

@@ -85,6 +85,16 @@ def format_count(n: int) -> str:
     return f"{n:,}"
 
 
+def typed_seconds(s: float) -> str:
+    """In a form that ``parse_duration`` reads: "50ms", "100s", "2m", "1h"."""
+    if 0 < s < 1:
+        return f"{s * 1000:g}ms"
+    for unit, seconds in (("h", 3600), ("m", 60)):
+        if s and s % seconds == 0:
+            return f"{s / seconds:g}{unit}"
+    return f"{s:g}s"
+
+
 def format_seconds(s: float) -> str:
     """In the unit a reader would choose: "50 ms", "3.2 s", "2 min 5 s", "1 h 1 min"."""
     if s < 1:

@@ -23,8 +23,6 @@ from ftd.lifecycle.served import How
 from ftd.lifecycle.verify import SESSIONS, Verified, read_sessions, verify
 from ftd.memory.change import Change
 
-INTERVAL_S = (0.05, 60.0)  # between two results of watch
-
 
 class LifecycleCommands:
     """Commands over a lifecycle.
@@ -76,7 +74,7 @@ class LifecycleCommands:
 
     async def stream(self, command: p.Command[Any]) -> AsyncGenerator[p.StatusResult, None]:
         assert isinstance(command, p.Watch), command
-        shortest, longest = INTERVAL_S
+        shortest, longest = p.INTERVAL_S
         if not shortest <= command.interval_s <= longest:
             raise RequestInvalid(
                 f"interval_s is {command.interval_s:g}, {shortest:g} to {longest:g} s are possible",

@@ -28,6 +28,7 @@ from ftd.kv.anchors import AnchorInfo
 
 PROTOCOL = 1  # raised when an old client would misread what a new ftd says, or the other way round
 LINE_LIMIT_BYTES = 64 * 1024  # of a command; answers may be longer
+INTERVAL_S = (0.05, 60.0)  # between two results of watch
 
 R = TypeVar("R")
 

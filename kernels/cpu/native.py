@@ -163,7 +163,7 @@ class Library:
             return here[-1]
         if wanted not in here:
             why = "this processor lacks it" if wanted in self.isas() else "no such instruction set"
-            raise ConfigError(f"FTD_CPU_ISA={wanted}: {why}", hint=f"use auto, {', '.join(here)}")
+            raise ConfigError(f"--cpu-isa {wanted}: {why}", hint=f"use auto, {', '.join(here)}")
         return wanted
 
 
@@ -184,7 +184,7 @@ def load(
     """The C++ kernels with a pool of their own, or None: then ``unavailable_reason`` says why.
 
     Args:
-        isa: the value of FTD_CPU_ISA: an instruction set, or auto for the best one here.
+        isa: the value of --cpu-isa: an instruction set, or auto for the best one here.
         threads: the caller included; None: what suits the machine.
         pin: keep each worker on one processor.
         library: another file than the installed one.

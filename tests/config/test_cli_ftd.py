@@ -26,6 +26,7 @@ def test_help_shows_every_setting_and_its_default(ftd):
         assert flag(f.name) in text
     assert text.count("[default:") == len(settings())
     assert "127.0.0.1:1919" in text
+    assert "[default: 100s]" in " ".join(text.split())
 
 
 def test_flags_reach_the_daemon_and_its_exit_code_is_ours(ftd):

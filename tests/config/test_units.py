@@ -10,6 +10,7 @@ from ftd.units import (
     parse_amount,
     parse_duration,
     parse_size,
+    typed_seconds,
 )
 
 
@@ -89,3 +90,16 @@ def test_counts_and_seconds_read_well():
     assert format_seconds(3.21) == "3.21 s"
     assert format_seconds(125) == "2 min 5 s"
     assert format_seconds(3660) == "1 h 1 min"
+
+
+@given(
+    st.floats(0.001, 1e5).map(lambda s: float(f"{s:.4g}")) | st.sampled_from([0, 100, 120, 7200])
+)
+def test_a_typed_duration_is_read_back(s):
+    assert parse_duration(typed_seconds(s)) == pytest.approx(s)
+
+
+def test_durations_are_typed_in_the_largest_whole_unit():
+    assert [typed_seconds(s) for s in (0.05, 5.0, 100.0, 120.0, 3600.0)] == [
+        *("50ms", "5s", "100s", "2m", "1h")
+    ]

@@ -250,6 +250,13 @@ class TestCommands:
         assert first.endswith("pages=4/16 slots=4/8 hits=75%")
         assert done.exit_code == 0 and "ftd has ended" in done.stderr
 
+    @pytest.mark.parametrize("interval", ["0", "2m"])
+    def test_watch_refuses_an_interval_by_the_name_of_its_flag(self, path, ftctl, interval):
+        with running(path):
+            done = ftctl("watch", "--interval", interval)
+        assert done.exit_code == 2
+        assert f"'--interval': expected from 50ms to 1m, found {interval}" in done.stderr
+
 
 class TestExitCodes:
     def test_a_path_no_socket_can_have_is_not_taken_for_a_lack_of_rights(self, ftctl):

@@ -417,7 +417,7 @@ def test_results_do_not_depend_on_the_number_of_threads(isa):
 
 
 def test_unknown_instruction_set_is_refused_with_the_choices():
-    with pytest.raises(ConfigError, match="FTD_CPU_ISA=sse9: no such instruction set") as error:
+    with pytest.raises(ConfigError, match="--cpu-isa sse9: no such instruction set") as error:
         native.load("sse9")
     assert "portable" in error.value.hint
 
