@@ -321,7 +321,8 @@ def budget(
     """Change how much memory ftd has, while requests run.
 
     Takes what ftd's own flags take; what is not given stays. A budget that cannot be is refused
-    with one that can, and nothing changes. Without options: show the plan in force.
+    with one that can, and nothing changes. --kv-tokens or --expert-slots without --auto ends the
+    division by need. Without options: show the plan in force.
     """
     command = p.Budget(vram, kv_tokens, expert_slots, auto)
     _show(ctx, _call_long(ctx, command, "the change"), view.budget)

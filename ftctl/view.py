@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TextIO, TypeVar
 
 from ftd.control import protocol as p
-from ftd.engine.api import EngineStatus, RequestInfo
+from ftd.engine.api import EngineLimits, EngineStatus, RequestInfo
 from ftd.kv.anchors import AnchorInfo
 from ftd.units import format_bytes, format_count, format_seconds
 
@@ -51,8 +51,7 @@ def status(result: p.StatusResult, paint: Paint) -> list[str]:
         rows.append(
             (
                 "limits",
-                f"context {format_count(limits.context_tokens)}, "
-                f"pool {format_count(limits.pool_tokens)} tokens, "
+                f"context {format_count(limits.context_tokens)}, {_pool(limits, result.engine)}, "
                 f"{limits.max_running} running, {limits.max_waiting} waiting",
             )
         )
@@ -187,7 +186,7 @@ def reloaded(result: p.ReloadResult, paint: Paint) -> list[str]:
 
 def budget(result: p.BudgetResult, paint: Paint) -> list[str]:
     if not result.changed:
-        return [*result.plan, *(["divided by need"] if result.auto else [])]
+        return [*result.plan, *_by_need(result)]
     words = [
         _change("slots", result.slots_were, result.slots),
         _change("KV tokens", result.kv_tokens_were, result.kv_tokens),
@@ -200,7 +199,13 @@ def budget(result: p.BudgetResult, paint: Paint) -> list[str]:
         (result.preempted, "sequences put off"),
     ]
     words += [f"{format_count(number)} {name}" for number, name in took if number]
-    return [", ".join(words)]
+    return [", ".join(words), *_by_need(result)]
+
+
+def _by_need(result: p.BudgetResult) -> list[str]:
+    if result.auto:
+        return [f"divided by need, KV tokens up to {format_count(result.kv_tokens_most)}"]
+    return ["no longer divided by need"] if result.auto_was else []
 
 
 def _change(name: str, before: int, after: int) -> str:
@@ -225,6 +230,13 @@ def stopped(result: p.StopResult, paint: Paint) -> list[str]:
 def state(result: p.StatusResult, paint: Paint, width: int = 1000) -> str:
     text = result.state if result.ready else f"{result.state}: {result.cause}"
     return paint(cut(text, width), STATE_COLOURS.get(result.state, YELLOW))
+
+
+def _pool(limits: EngineLimits, engine: EngineStatus | None) -> str:
+    """As large as it is; where it follows need, how large it can become too."""
+    now = engine.pages_total * engine.page_tokens if engine else limits.pool_tokens
+    more = f" (up to {format_count(limits.pool_tokens)})" if limits.pool_tokens > now else ""
+    return f"pool {format_count(now)} tokens{more}"
 
 
 def _speed(engine: EngineStatus) -> str:

@@ -19,7 +19,7 @@ from ftd.engine.api import EngineStatus
 from ftd.errors import ConfigError, NotReady, RequestInvalid
 from ftd.lifecycle import Lifecycle
 from ftd.lifecycle.routing import record_routing
-from ftd.lifecycle.served import How
+from ftd.lifecycle.served import BudgetDone, How
 from ftd.lifecycle.verify import SESSIONS, Verified, read_sessions, verify
 from ftd.memory.change import Change
 
@@ -212,18 +212,25 @@ class LifecycleCommands:
 
     async def _budget(self, asked: p.Budget) -> p.BudgetResult:
         change = read_change(asked)
+        served = self._lifecycle.model
+        auto_was = served is not None and served.memory.auto
         done = None if change == Change() else await self._lifecycle.budget(change)
         model = self._lifecycle.current()
         now = model.engine.status()
-        kv_tokens, plan = now.pages_total * now.page_tokens, tuple(model.memory.table().split("\n"))
         if done is None:
-            slots = now.slots_total
-            same = p.BudgetResult(False, model.memory.auto, kv_tokens, kv_tokens, slots, slots)
-            return replace(same, plan=plan)
+            kv_tokens, slots = now.pages_total * now.page_tokens, now.slots_total
+            done = BudgetDone(kv_tokens, kv_tokens, slots, slots, 0, 0, 0, 0, paused_s=0.0)
         facts = asdict(done)
         paused_ms = round(1000 * facts.pop("paused_s"), 3)
-        auto = model.memory.auto
-        return p.BudgetResult(changed=True, auto=auto, **facts, paused_ms=paused_ms, plan=plan)
+        return p.BudgetResult(
+            changed=change != Change(),
+            auto=model.memory.auto,
+            auto_was=auto_was,
+            kv_tokens_most=model.engine.limits.pool_tokens,
+            **facts,
+            paused_ms=paused_ms,
+            plan=tuple(model.memory.table().split("\n")),
+        )
 
     async def _drain(self, timeout_s: float | None) -> p.DrainResult:
         began_s = time.monotonic()

@@ -209,8 +209,10 @@ class BudgetResult:
 
     changed: bool
     auto: bool  # slots and KV share the budget by need
+    auto_was: bool
     kv_tokens: int
     kv_tokens_were: int
+    kv_tokens_most: int  # what the pool may grow to
     slots: int
     slots_were: int
     pages_evicted: int = 0  # of the prefix cache

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections import deque
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import pytest
 import structlog
@@ -106,6 +107,13 @@ class TestCommands:
         assert rows["experts"] == "4 of 8 slots, 75% hits"
         assert all(len(line) <= 80 for line in done.stdout.splitlines())
         assert "\x1b" not in done.stdout
+
+    def test_a_pool_that_follows_need_is_shown_as_it_is(self, path, ftctl):
+        with running(path) as daemon:
+            engine = daemon.lifecycle.current().engine
+            engine.limits = replace(engine.limits, pool_tokens=4096)
+            shown = ftctl("status").stdout
+        assert "context 64, pool 128 tokens (up to 4,096), 4 running" in shown
 
     @pytest.mark.parametrize("words", [("--json", "status"), ("status", "--json")])
     def test_json_before_or_after(self, path, ftctl, words):
@@ -207,6 +215,10 @@ class TestCommands:
             )
             facts = json.loads(ftctl("budget", "--auto", "--json").stdout)
             assert facts["auto"] and facts["paused_ms"] == 38.4 and facts["slots"] == 4
+            by_need = "divided by need, KV tokens up to 128"
+            assert ftctl("budget").stdout.splitlines()[-1] == by_need
+            ended = ftctl("budget", "--kv-tokens", "128").stdout
+            assert ended.splitlines()[-1] == "no longer divided by need"
 
     @pytest.mark.parametrize(
         ("words", "said"),
