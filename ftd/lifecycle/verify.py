@@ -14,6 +14,7 @@ import itertools
 import random
 import re
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import orjson
 
 from ftd.engine.api import EngineHandle, EngineRequest, Output, Sampling
-from ftd.errors import ConfigError, EngineFailed
+from ftd.errors import ConfigError, EngineFailed, NotReady
 from ftd.kv.anchors import Anchor
 from ftd.text.conversation import Conversation, Tool
 from ftd.text.messages import normalise
@@ -35,6 +36,7 @@ _WORDS = (  # of made up texts
     "value list path error result open read write change first last new old same other next small"
 )
 _FILL = re.compile(r"\{\{(\d+) ([^}]*)\}\}")
+_SESSION = "ftctl verify"  # of all its requests: what they leave is found by it
 _numbers = itertools.count(1)
 
 
@@ -78,25 +80,29 @@ def read_sessions(path: Path = SESSIONS) -> list[Session]:
 async def verify(
     engine: EngineHandle, text: TextModel, sessions: Iterable[Session], *, tolerance: float = 0.0
 ) -> AsyncIterator[Verified]:
-    """Replay one session after the other; yields what came of each.
+    """Replay one session after the other; yields what came of each, and forgets what it left.
 
     Args:
         tolerance: of a logprob; 0 in float32 on the CPU device, where all is equal bit for bit.
     """
     for session in sessions:
         done, run = Verified(session.name), next(_numbers)
-        for conversation in session.requests:
-            rendered = await asyncio.to_thread(text.prompt, _of_run(conversation, run))
-            ids = list(rendered.ids)
-            anchors = await asyncio.to_thread(text.anchors, ids)
-            room = engine.limits.context_tokens - ANSWER_TOKENS - 1
-            if len(ids) > room:
-                raise ConfigError(
-                    f"session {session.name!r} has a prompt of {len(ids)} tokens, "
-                    f"{room} is the most with this model",
-                    hint="serve it with a larger --context",
-                )
-            await replay(engine, done, ids, anchors, tolerance)
+        try:
+            for conversation in session.requests:
+                rendered = await asyncio.to_thread(text.prompt, _of_run(conversation, run))
+                ids = list(rendered.ids)
+                anchors = await asyncio.to_thread(text.anchors, ids)
+                room = engine.limits.context_tokens - ANSWER_TOKENS - 1
+                if len(ids) > room:
+                    raise ConfigError(
+                        f"session {session.name!r} has a prompt of {len(ids)} tokens, "
+                        f"{room} is the most with this model",
+                        hint="serve it with a larger --context",
+                    )
+                await replay(engine, done, ids, anchors, tolerance)
+        finally:
+            with suppress(NotReady):  # the engine has failed: nothing is left in it
+                await engine.at_safe_point(lambda core: core.drop_anchors(_SESSION))
         yield done
 
 
@@ -139,9 +145,10 @@ async def _ask(
 ) -> _Answer:
     answer = _Answer()
     sampling = Sampling(temperature=0.0, logprobs=_TOP)
-    async for output in engine.submit(
-        EngineRequest(_name(), tuple(ids), tokens, sampling, anchors=tuple(anchors))
-    ):
+    request = EngineRequest(
+        _name(), tuple(ids), tokens, sampling, anchors=tuple(anchors), session=_SESSION
+    )
+    async for output in engine.submit(request):
         _raise_failure(output)
         answer.tokens += output.tokens
         answer.logprobs += [dict(lp.top) for lp in output.logprobs]
@@ -152,9 +159,11 @@ async def _ask(
 async def _score(engine: EngineHandle, ids: Sequence[int]) -> list[Mapping[int, float]]:
     """From cold: the best tokens at each place and their logprobs."""
     scores: list[Mapping[int, float]] = []
-    async for output in engine.submit(
-        EngineRequest(_name(), tuple(ids), 1, Sampling(temperature=0.0), prompt_logprobs=_TOP)
-    ):
+    sampling = Sampling(temperature=0.0)
+    request = EngineRequest(
+        _name(), tuple(ids), 1, sampling, prompt_logprobs=_TOP, session=_SESSION
+    )
+    async for output in engine.submit(request):
         _raise_failure(output)
         if output.prompt_logprobs:
             scores = [dict(lp.top) if lp else {} for lp in output.prompt_logprobs]

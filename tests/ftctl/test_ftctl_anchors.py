@@ -123,7 +123,8 @@ def test_anchors_are_listed_dumped_and_dropped(daemon, tmp_path):
     assert listed(daemon, "--drop") == []
 
 
-def test_verify_replays_and_compares(daemon, tmp_path):
+def test_verify_replays_and_compares_and_leaves_nothing(daemon, tmp_path):
+    before, pages_before = listed(daemon), daemon.engine.status().pages_held
     path = tmp_path / "short.json"
     path.write_bytes(orjson.dumps(SHORT))
     code, output = ftctl(daemon, "verify", "--sessions", path)
@@ -133,6 +134,8 @@ def test_verify_replays_and_compares(daemon, tmp_path):
     (session,) = json.loads(output.splitlines()[-1])["sessions"]
     assert (session["requests"], session["unequal"]) == (3, 0)
     assert session["recomputed_tokens"] <= session["ideal_tokens"] + 16
+    assert len(listed(daemon)) == len(before)
+    assert daemon.engine.status().pages_held == pages_before
 
 
 def test_verify_refuses_what_is_no_recording(daemon, tmp_path):
