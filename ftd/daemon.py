@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any, NoReturn, cast
@@ -98,7 +99,7 @@ class _Daemon:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._wait_end())
-                tasks.create_task(self._load())
+                tasks.create_task(self._load(http))
                 tasks.create_task(self._reload_when_asked())
                 tasks.create_task(self._lifecycle.supervise())
                 tasks.create_task(self._lifecycle.balance())
@@ -112,8 +113,11 @@ class _Daemon:
         if failure:
             raise failure
 
-    async def _load(self) -> None:
+    async def _load(self, http: str) -> None:
+        began_s = time.monotonic()
         await self._lifecycle.load()
+        load_s = round(time.monotonic() - began_s, 3)
+        log.info("model.loaded", http=http, model=self._config.model, load_s=load_s)
         self._notifier.ready()
 
     async def _reload_when_asked(self) -> NoReturn:

@@ -258,6 +258,8 @@ class Lifecycle:
         self._notify()
         if not task.cancelled() and (error := task.exception()):
             surprise = None if isinstance(error, FtdError) else error
+            if not surprise and task.get_name() == "load" and self.state is State.FAILED:
+                return  # the start fails with it, and says so
             tell = log.error if surprise else log.warning
             tell("operation.failed", operation=task.get_name(), error=str(error), exc_info=surprise)
 
@@ -284,13 +286,11 @@ class Lifecycle:
     # ---- the operations
 
     async def _load_first(self) -> None:
-        began_s = self._clock()
         try:
             self._serve(await self._open(await self._look_at(None)))
         except BaseException as error:
             self._stand(State.FAILED, str(error) or "loading was given up", accepting=False)
             raise
-        log.info("model.loaded", model=self.config.model, load_s=self._since(began_s))
 
     async def _unload(self) -> None:
         model = self.current()

@@ -141,6 +141,8 @@ def test_from_start_to_end(tmp_path, number):
         children = psutil.Process(process.popen.pid).children()
         code, err = process.end(number)
         assert_clean(process, code, err)
+        (loaded,) = (line for line in err.splitlines() if "model.loaded" in line)
+        assert "http://127.0.0.1:" in loaded
         process.told("STOPPING=1")
         assert children == []
 
@@ -262,6 +264,7 @@ def test_model_that_cannot_be_loaded_is_a_failure_with_its_cause(tmp_path, scene
         code, err = process.wait()
         assert code == 1
         assert any(line.startswith("ftd: error: ") and cause in line for line in err.splitlines())
+        assert "operation.failed" not in err
         assert not process.path.exists()
 
 
