@@ -80,6 +80,22 @@ def format_bytes(n: int) -> str:
     return f"{value:.{digits}f} {unit}"
 
 
+def size_below(n: int) -> str:
+    """The largest short size up to ``n``, as it is typed: "21G", "1945M"."""
+    for letter, unit in (("T", TiB), ("G", GiB), ("M", MiB), ("K", KiB)):
+        if n >= 10 * unit:
+            return f"{n // unit}{letter}"
+    return str(n)
+
+
+def size_above(n: int) -> str:
+    """The smallest short size from ``n`` on: "22G", "1946M"."""
+    for letter, unit in (("T", TiB), ("G", GiB), ("M", MiB), ("K", KiB)):
+        if n > 9 * unit:
+            return f"{-(-n // unit)}{letter}"
+    return str(n)
+
+
 def format_count(n: int) -> str:
     """Grouped by thousands: "18,432"."""
     return f"{n:,}"

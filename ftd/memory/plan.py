@@ -21,7 +21,7 @@ from ftd.kv.states import LIVE_STATES
 from ftd.memory import vram
 from ftd.memory.machine import Gpu, Machine
 from ftd.model.spec import AttentionSpec, DeltaSpec, DenseSpec, ModelSpec, MoeSpec
-from ftd.units import MiB, format_bytes, format_count
+from ftd.units import MiB, format_bytes, format_count, parse_size, size_above, size_below
 
 PAGE_TOKENS = 16  # small enough to share prefixes well, large enough to read in one go
 MIN_CONTEXT_TOKENS = 64  # less than a chat template and a short answer is no service
@@ -381,7 +381,7 @@ class _Planner:
                 f"({format_bytes(weights)} of weights), "
                 f"{format_bytes(available)} is available, limited by {self.machine.limited_by}",
                 hint=f"free or add {format_bytes(least - available)}, raise the memory limit of "
-                f"ftd so that {least} bytes are available{self._fewer_states()}, or serve a "
+                f"ftd so that {size_above(least)} are available{self._fewer_states()}, or serve a "
                 "smaller model",
             )
 
@@ -398,7 +398,10 @@ class _Planner:
         budget = vram.of(free)
         if budget > free:
             said = f"{format_bytes(free)} is free beside the weights"
-            self._refuse("vram", said, f"use {flag('vram')} {free} or less")
+            most = size_below(free)
+            if parse_size(most) < self.needs.least_kv_bytes:
+                most = str(free)
+            self._refuse("vram", said, f"use {flag('vram')} {most} or less")
         return budget
 
     def _pages(self, budget: int) -> int:
@@ -435,7 +438,7 @@ class _Planner:
         least, record = self.needs.least_kv_bytes, self.needs.record_bytes
         need, slots = pages * self.needs.page_bytes, self._asked_slots()
         if budget < least:
-            hint = f"use {flag('vram')} {least} or more"
+            hint = f"use {flag('vram')} {size_above(least)} or more"
             hint += f", with {flag('expert_slots')} 0" if slots else ""
             self._refuse("vram", f"KV needs at least {format_bytes(least)}", hint)
         if fit < _pages_for(MIN_CONTEXT_TOKENS):

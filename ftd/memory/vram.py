@@ -12,7 +12,7 @@ from typing import NoReturn
 from ftd.config import Config, flag
 from ftd.errors import BudgetExceeded
 from ftd.memory.machine import Gpu
-from ftd.units import GiB, MiB, format_bytes, format_count
+from ftd.units import MiB, format_bytes, format_count, size_above, size_below
 
 # Context, code of all kernels, library handles, graphs: measured on the H200 machine, CUDA 13.
 OVERHEAD_BYTES = 1024 * MiB
@@ -76,7 +76,8 @@ def budget_bytes(config: Config, gpu: Gpu) -> int:
         raise BudgetExceeded(
             f"{config.named('vram')}: {format_bytes(budget)}, of which {gpu.name} has "
             f"{format_bytes(gpu.free_bytes)} free",
-            hint=f"use {flag('vram')} {gpu.free_bytes} or less, or end what else uses the GPU",
+            hint=f"use {flag('vram')} {size_below(gpu.free_bytes)} or less, "
+            "or end what else uses the GPU",
         )
     return budget
 
@@ -127,7 +128,7 @@ def _refuse(config: Config, budget: int, fixed: int, kv: int, slots: int) -> NoR
     need = fixed + kv + slots
     raise BudgetExceeded(
         f"the GPU needs {format_bytes(need)} ({parts}), {format_bytes(budget)} is its budget",
-        hint=f"use {flag('vram')} {format_bytes(-(-need // (GiB // 16)) * (GiB // 16))} or more, "
+        hint=f"use {flag('vram')} {size_above(need)} or more, "
         f"or lower {flag('kv_tokens')} or {flag('expert_slots')}",
     )
 

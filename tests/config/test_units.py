@@ -10,6 +10,8 @@ from ftd.units import (
     parse_amount,
     parse_duration,
     parse_size,
+    size_above,
+    size_below,
     typed_seconds,
 )
 
@@ -103,3 +105,16 @@ def test_durations_are_typed_in_the_largest_whole_unit():
     assert [typed_seconds(s) for s in (0.05, 5.0, 100.0, 120.0, 3600.0)] == [
         *("50ms", "5s", "100s", "2m", "1h")
     ]
+
+
+@given(st.integers(1, 2**50))
+def test_short_sizes_stay_on_their_side(n):
+    below, above = parse_size(size_below(n)), parse_size(size_above(n))
+    assert below <= n <= above
+    assert below >= n * 0.9 and above <= n * 1.12
+    assert len(size_below(n)) <= 6 or n < 10 * 1024 or n >= 10 * 2**40
+
+
+def test_short_sizes_read_well():
+    assert (size_below(22_939_802_870), size_above(22_939_802_870)) == ("21G", "22G")
+    assert (size_below(5 * 2**30), size_above(6 * 2**20)) == ("5120M", "6144K")

@@ -13,7 +13,7 @@ from ftd.kernels.formats import FORMATS, expert_layout
 from ftd.memory.machine import Machine
 from ftd.memory.plan import plan_memory
 from ftd.model.spec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec, SharedSpec
-from ftd.units import Amount, GiB, MiB
+from ftd.units import Amount, GiB, MiB, parse_size
 
 
 def model(*, layers=48, hidden=2048, experts=128, inner=768, kv_heads=4, context=40960,
@@ -148,13 +148,13 @@ def test_numbers_that_the_model_cannot_have(config, said, hint):
             64 * GiB,
             Config(vram=Amount(bytes=20 * GiB)),
             r"--vram 20\.0 GiB: 5\.\d\d GiB is free beside the weights",
-            r"use --vram \d+ or less",
+            r"use --vram 5\d{3}M or less",
         ),
         (
             64 * GiB,
             Config(vram=Amount(bytes=MiB)),
             r"--vram 1\.00 MiB: KV needs at least 6\.00 MiB",
-            r"use --vram 6291456 or more",
+            r"use --vram 6144K or more",
         ),
         (
             64 * GiB,
@@ -179,9 +179,10 @@ def test_a_refusal_names_who_gave_the_number():
 
 def follow(hint: str, config: Config, m: Machine) -> tuple[Config, Machine]:
     """Do what a hint says."""
-    if needed := re.search(r"so that (\d+) bytes are available", hint):
-        return config, replace(m, available_bytes=int(needed[1]))
-    changes = {name.replace("-", "_"): int(n) for name, n in re.findall(r"--([a-z-]+) (\d+)", hint)}
+    if needed := re.search(r"so that (\d+[KMGT]?) are available", hint):
+        return config, replace(m, available_bytes=parse_size(needed[1]))
+    found = re.findall(r"--([a-z-]+) (\d+[KMGT]?)", hint)
+    changes = {name.replace("-", "_"): parse_size(n) for name, n in found}
     assert changes, hint
     if "vram" in changes:
         changes["vram"] = Amount(bytes=changes["vram"])
