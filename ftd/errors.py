@@ -81,17 +81,17 @@ class RequestInvalid(FtdError):
 
 
 class ContextExceeded(RequestInvalid):
-    """``prompt_tokens`` do not fit into ``limit_tokens``; ``setting`` raises the limit."""
+    """``prompt_tokens`` do not fit into ``limit_tokens``, which some settings may raise."""
 
     code = "context_length_exceeded"
 
-    def __init__(self, prompt_tokens: int, limit_tokens: int, *, setting: str) -> None:
+    def __init__(self, prompt_tokens: int, limit_tokens: int, *, raised_by: str) -> None:
         # This wording makes agents compact their history: keep it to the letter.
         super().__init__(
             f"This model's maximum context length is {limit_tokens} tokens. However, your messages "
             f"resulted in {prompt_tokens} tokens. Please reduce the length of the messages.",
             param="messages",
-            hint=f"{setting} raises the limit",
+            hint=f"{raised_by} raises the limit" if raised_by else "",
         )
         self.prompt_tokens = prompt_tokens
         self.limit_tokens = limit_tokens

@@ -159,6 +159,18 @@ class EngineLimits:
     max_running: int
     max_waiting: int
     vocab: int
+    trained_tokens: int = 0  # the longest context that the model was made for; 0: not known
+
+    @property
+    def raised_by(self) -> str:
+        """What lets a sequence be longer; empty: nothing, the model was made for no more."""
+        if self.pool_tokens < self.context_tokens:
+            return "--kv-tokens"
+        if self.context_tokens >= self.trained_tokens:
+            return ""
+        return (
+            "--context" if self.context_tokens < self.pool_tokens else "--context with --kv-tokens"
+        )
 
 
 class Ticket(Protocol):

@@ -46,7 +46,7 @@ from ftd.kernels.formats import ExpertLayout, Matrix
 from ftd.kernels.ops import Ops
 from ftd.kernels.reference import TorchOps
 from ftd.kv.cache import KvCache
-from ftd.kv.disk import DiskStore
+from ftd.kv.disk import DiskStore, try_directory
 from ftd.kv.state_cache import StateCache
 from ftd.memory import vram
 from ftd.memory.machine import Machine, own_bytes, read_machine
@@ -162,6 +162,7 @@ def load_engine(
         max_running=config.max_running,
         max_waiting=config.max_waiting,
         vocab=spec.vocab,
+        trained_tokens=spec.context,
     )
     log.info(
         "engine.loaded",
@@ -183,7 +184,7 @@ def load_core(
 ) -> EngineCore:
     """``load_engine`` without the thread: the caller drives the steps."""
     spec, plan, layout = prepared.spec, prepared.plan, prepared.layout
-    _refuse_anchor_dir(config, prepared)
+    refuse_anchor_dir(config, prepared)
     with ExitStack() as undo:  # what a failed load has taken; a good one hands it to the core
         pool = HostPool(
             len(spec.moe_layers),
@@ -240,7 +241,7 @@ def _disk_store(config: Config, path: Path, prepared: Prepared, core: EngineCore
     return DiskStore(path, model, config.anchor_bytes, core.kv, core.pages)
 
 
-def _refuse_anchor_dir(config: Config, prepared: Prepared) -> None:
+def refuse_anchor_dir(config: Config, prepared: Prepared) -> None:
     """Raises ConfigError where KV cannot be kept on disk."""
     if config.anchor_dir is None:
         return
@@ -254,6 +255,7 @@ def _refuse_anchor_dir(config: Config, prepared: Prepared) -> None:
             f"--anchor-dir keeps KV only, {prepared.spec.model_type} has recurrent states as well",
             hint="leave it out",
         )
+    try_directory(config.anchor_dir)
 
 
 @dataclass(frozen=True, slots=True)

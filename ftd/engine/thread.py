@@ -394,10 +394,9 @@ def check_request(request: EngineRequest, limits: EngineLimits) -> None:
             param="prompt",
         )
     # one token of room: a prompt that fills the context could not be answered
-    if tokens >= limits.context_tokens and limits.context_tokens <= limits.pool_tokens:
-        raise ContextExceeded(tokens, limits.context_tokens - 1, setting="--context")
-    if tokens >= limits.pool_tokens:
-        raise ContextExceeded(tokens, limits.pool_tokens - 1, setting="--kv-tokens")
+    most = min(limits.context_tokens, limits.pool_tokens)
+    if tokens >= most:
+        raise ContextExceeded(tokens, most - 1, raised_by=limits.raised_by)
     assert request.max_tokens >= 1, request.max_tokens
 
 

@@ -99,10 +99,7 @@ def room_tokens(prompt_tokens: int, limits: EngineLimits, *, param: str = "messa
         raise RequestInvalid("the prompt has 0 tokens, at least 1 is needed", param=param)
     most = min(limits.context_tokens, limits.pool_tokens)
     if prompt_tokens >= most:
-        pool_is_less = limits.pool_tokens < limits.context_tokens
-        raise ContextExceeded(
-            prompt_tokens, most - 1, setting="--kv-tokens" if pool_is_less else "--context"
-        )
+        raise ContextExceeded(prompt_tokens, most - 1, raised_by=limits.raised_by)
     return most - prompt_tokens
 
 

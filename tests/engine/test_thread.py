@@ -248,6 +248,22 @@ def test_a_prompt_without_room_for_an_answer_is_refused_with_both_numbers(prompt
     check_request(request("a", prompt=prompt[:-1]), limits)
 
 
+@pytest.mark.parametrize(
+    ("context", "pool", "trained", "hint"),
+    [
+        (100, 60, 100, "--kv-tokens raises the limit"),
+        (100, 200, 400, "--context raises the limit"),
+        (100, 100, 400, "--context with --kv-tokens raises the limit"),
+        (100, 200, 100, ""),  # nothing helps
+    ],
+)
+def test_a_refusal_for_length_hints_only_at_what_can_help(context, pool, trained, hint):
+    limits = EngineLimits(context, pool, 2, 1, 50, trained_tokens=trained)
+    with pytest.raises(ContextExceeded) as refused:
+        check_request(request("a", prompt=[1] * 100), limits)
+    assert refused.value.hint == hint
+
+
 @pytest.mark.parametrize(("prompt", "named"), [([50], 50), ([5, -1], -1), ([3, 99], 99)])
 def test_token_ids_outside_the_vocabulary_are_refused(prompt, named):
     with pytest.raises(RequestInvalid, match=f"id is {named}, .* 0 to 49"):

@@ -44,7 +44,12 @@ class ScriptedEngine:
     eos: int
     limits: EngineLimits = field(
         default_factory=lambda: EngineLimits(
-            context_tokens=2048, pool_tokens=4096, max_running=4, max_waiting=8, vocab=4096
+            context_tokens=2048,
+            pool_tokens=4096,
+            max_running=4,
+            max_waiting=8,
+            vocab=4096,
+            trained_tokens=8192,
         )
     )
     heartbeat: int = 0
@@ -58,7 +63,9 @@ class ScriptedEngine:
             raise self.refusal
         if len(request.prompt_ids) >= self.limits.context_tokens:
             raise ContextExceeded(
-                len(request.prompt_ids), self.limits.context_tokens - 1, setting="--context"
+                len(request.prompt_ids),
+                self.limits.context_tokens - 1,
+                raised_by=self.limits.raised_by,
             )
         if len(self.active) >= self.limits.max_running + self.limits.max_waiting:
             raise QueueFull(f"{len(self.active)} requests run or wait", retry_after_s=7)
