@@ -29,6 +29,7 @@ class Server:
     model: str
     context_tokens: int
     key: str  # clients want one, even where the server does not
+    trained_tokens: int = 0  # how far the context can be raised
 
     @property
     def v1(self) -> str:

@@ -368,6 +368,8 @@ def launch(ctx: click.Context, client: str, args: tuple[str, ...], api: Any, dry
     """
     server = starting.server_of(_call(ctx, p.Status()))
     planned = starting.plan(AGENTS[client], api, server, args, os.environ)
+    if not dry_run:
+        planned.check_installed()
     if ctx.ensure_object(dict).get("json"):
         click.echo(orjson.dumps(planned.facts()))  # the client's own output follows
     elif dry_run:

@@ -56,6 +56,7 @@ class Plan:
     set: Mapping[str, str]
     cleared: tuple[str, ...]
     command: tuple[str, ...]
+    installed: bool
 
     def environ(self, environ: Mapping[str, str]) -> dict[str, str]:
         kept = {k: v for k, v in environ.items() if k not in self.cleared}
@@ -65,6 +66,7 @@ class Plan:
         """For --json; a key that opens something is not shown."""
         return {
             "client": self.agent.name,
+            "installed": self.installed,
             "api": self.api,
             "url": self.server.root,
             "model": self.server.model,
@@ -85,7 +87,16 @@ class Plan:
             out += [f"would write {change.path}:", *self.shown(change.text).splitlines()]
         out += [f"would set {k}={self.shown(v)}" for k, v in self.set.items()]
         out += [f"would clear {name}" for name in self.cleared]
-        return [*out, f"would run {self.shown(shlex.join(self.command))}"]
+        out.append(f"would run {self.shown(shlex.join(self.command))}")
+        if not self.installed:
+            out.append(f"{_missing(self.agent)}; install it with: {self.agent.install}")
+        return out
+
+    def check_installed(self) -> None:
+        """Raises Refused."""
+        if not self.installed:
+            hint = f"install it with: {self.agent.install}"
+            raise _refused("client_missing", _missing(self.agent), hint)
 
 
 def server_of(status: StatusResult) -> Server:
@@ -105,6 +116,7 @@ def server_of(status: StatusResult) -> Server:
         model=status.model,
         context_tokens=min(status.limits.context_tokens, status.limits.pool_tokens),
         key=_key(status.api_key_file) if status.api_key_file else _NO_KEY,
+        trained_tokens=status.limits.trained_tokens,
     )
 
 
@@ -129,15 +141,11 @@ def plan(
             f"{agent.title} needs a context of {format_count(agent.min_context_tokens)} tokens "
             f"(its first request alone is about {format_count(agent.first_request_tokens)}), "
             f"{server.model} has {format_count(server.context_tokens)}",
-            "serve a model with a larger context, or raise --context and --kv-tokens of ftd",
+            "raise --context and --kv-tokens of ftd"
+            if server.trained_tokens >= agent.min_context_tokens
+            else "serve a model with a larger context",
         )
     binary = shutil.which(agent.name, path=environ.get("PATH"))
-    if binary is None:
-        raise _refused(
-            "client_missing",
-            f"{agent.title} is not installed: there is no {agent.name} in PATH",
-            f"install it with: {agent.install}",
-        )
     setup = agent.setup(server, api)
     changes = [_change(file, environ) for file in setup.files]
     named = [w for f, c in zip(setup.files, changes) if f.option for w in (f.option, str(c.path))]
@@ -149,7 +157,8 @@ def plan(
         changes=tuple(change for change in changes if change.text != change.was),
         set=env,
         cleared=tuple(sorted(k for k in environ if _CLOUD.fullmatch(k) and k not in env)),
-        command=(binary, *named, *setup.args, *(args or agent.default_args)),
+        command=(binary or agent.name, *named, *setup.args, *(args or agent.default_args)),
+        installed=binary is not None,
     )
 
 
@@ -215,6 +224,10 @@ def _key(file: str) -> str:
     except OSError as error:
         raise _refused("key_unreadable", f"the keys of ftd in {file}: {error}", "") from None
     return next((line for line in lines if line and not line.startswith("#")), _NO_KEY)
+
+
+def _missing(agent: Agent) -> str:
+    return f"{agent.title} is not installed: there is no {agent.name} in PATH"
 
 
 def _refused(code: str, message: str, hint: str) -> Refused:

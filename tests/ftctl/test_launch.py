@@ -73,16 +73,23 @@ def test_a_context_that_is_too_small_is_refused_with_both_numbers(environ, name)
     for tokens in (4096, need - 1):  # the demo model's
         small = Server(SERVER.root, "demo", tokens, "local")
         error = refused(AGENTS[name], None, small, (), environ)
-        assert error.code == "context_too_small" and "--context" in error.hint
+        assert error.code == "context_too_small"
+        assert error.hint == "serve a model with a larger context"
         assert f"{need:,} tokens" in error.message and f"demo has {tokens:,}" in error.message
+        longer = Server(SERVER.root, "demo", tokens, "local", trained_tokens=need)
+        assert "raise --context" in refused(AGENTS[name], None, longer, (), environ).hint
     launch.plan(AGENTS[name], None, Server(SERVER.root, "m", need, "local"), (), environ)
 
 
 @pytest.mark.parametrize("name", AGENTS)
-def test_an_absent_client_is_refused_with_what_to_install(environ, name):
-    error = refused(AGENTS[name], None, SERVER, (), {**environ, "PATH": "/nowhere"})
-    assert error.code == "client_missing"
-    assert AGENTS[name].install in error.hint and "install" in error.hint
+def test_an_absent_client_is_planned_and_refused_with_what_to_install(environ, name):
+    planned = launch.plan(AGENTS[name], None, SERVER, (), {**environ, "PATH": "/nowhere"})
+    assert f"would run {name}" in planned.lines()[-2]
+    assert f"install it with: {AGENTS[name].install}" in planned.lines()[-1]
+    with pytest.raises(Refused) as caught:
+        planned.check_installed()
+    assert caught.value.error.code == "client_missing"
+    assert AGENTS[name].install in caught.value.error.hint
 
 
 def test_an_api_that_a_client_does_not_speak_is_refused(environ):
