@@ -1,6 +1,6 @@
 """``ftd --check``: what a start would do and what would hinder it, from headers alone.
 
-Touches nothing: no weight is read, no file is made, and ports and sockets are let go again.
+Touches nothing: no weight is read, no file is made; ports, sockets and folders are only tried.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import resource
 import socket
 import stat
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 import click
@@ -24,12 +25,13 @@ from ftd.checkpoint.source import ModelSource, resolve
 from ftd.checkpoint.stored import StoredMatrix
 from ftd.config import Config, HttpAddress, flag, shown
 from ftd.cuda.device import choose_gpu
-from ftd.engine.loading import Prepared, prepare
+from ftd.engine.loading import Prepared, prepare, refuse_anchor_dir
 from ftd.errors import FtdError
 from ftd.kernels.cpu import native
 from ftd.memory.machine import Machine, read_machine
 from ftd.memory.plan import MemoryPlan
 from ftd.model.spec import ModelSpec, MoeSpec
+from ftd.text.dialects import refuse_unknown
 from ftd.text.textmodel import TextModel
 from ftd.units import format_bytes, format_count
 
@@ -84,6 +86,7 @@ def examine(config: Config, machine: Machine) -> Report:
         *socket_findings(config.socket),
         *key_file_findings(config.api_key_file),
         *kernel_findings(config),
+        *refusal(lambda: refuse_unknown(config.tool_dialect)),
         *limit_findings(machine, resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
     ]
     source, prepared = None, None
@@ -92,6 +95,7 @@ def examine(config: Config, machine: Machine) -> Report:
         prepared = prepare(source.path, config, machine)
         findings += [*device_findings(config, prepared.plan)]
         findings += plan_findings(prepared.spec, prepared.plan)
+        findings += refusal(partial(refuse_anchor_dir, config, prepared))
     except FtdError as e:
         findings.append(Finding.of(e))
     if source:
@@ -150,6 +154,14 @@ def dense_formats(dense: Mapping[str, StoredMatrix]) -> dict[str, list[tuple[str
             module = ".".join(module.removesuffix(".weight").split(".")[-2:])
             found.setdefault(matrix.format.name, Counter())[module] += 1
     return {fmt: sorted(modules.items()) for fmt, modules in found.items()}
+
+
+def refusal(checks: Callable[[], None]) -> Iterator[Finding]:
+    """What one of the start's own checks raises."""
+    try:
+        checks()
+    except FtdError as e:
+        yield Finding.of(e)
 
 
 def http_findings(address: HttpAddress, *, has_key: bool) -> Iterator[Finding]:

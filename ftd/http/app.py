@@ -10,9 +10,8 @@ from typing import Any
 from aiohttp import web
 
 from ftd.config import Config
-from ftd.errors import ConfigError
 from ftd.lifecycle.served import Listed
-from ftd.text.dialects import DIALECTS
+from ftd.text.dialects import refuse_unknown
 
 from . import guard, openapi, page
 from .chat import read_chat
@@ -44,11 +43,7 @@ def make_app(lifecycle: Lifecycle, config: Config) -> web.Application:
     Raises:
         ConfigError: the API key file cannot be used, or there is no such tool dialect.
     """
-    if config.tool_dialect not in ("auto", *DIALECTS):
-        raise ConfigError(
-            f"--tool-dialect: there is none of the name {config.tool_dialect!r}",
-            hint=f"known are auto, {', '.join(DIALECTS)}",
-        )
+    refuse_unknown(config.tool_dialect)
     app = web.Application(
         middlewares=[
             guard.errors,

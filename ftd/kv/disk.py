@@ -67,6 +67,24 @@ class Reading:
         self.room.release()
 
 
+def try_directory(directory: Path) -> None:
+    """Raise ConfigError where no store could be: found by making a folder, removed at once."""
+    try:
+        place = next(p for p in (directory, *directory.absolute().parents) if p.exists())
+        probe = place / f".ftd-probe-{os.getpid()}"
+        probe.mkdir()
+        probe.rmdir()
+    except OSError as error:
+        raise _unusable(directory, error) from error
+
+
+def _unusable(directory: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{directory} cannot hold anchors: {error.strerror or error}",
+        hint="name a directory that can be written with --anchor-dir",
+    )
+
+
 class DiskStore:
     """
     Args:
@@ -104,10 +122,7 @@ class DiskStore:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._scan()
         except OSError as error:
-            raise ConfigError(
-                f"{directory} cannot hold anchors: {error.strerror or error}",
-                hint="name a directory that can be written with --anchor-dir",
-            ) from error
+            raise _unusable(directory, error) from error
         self._thread = threading.Thread(target=self._run, name="ftd-anchors", daemon=True)
         self._thread.start()
 

@@ -270,6 +270,15 @@ _ROWS = (
 DIALECTS: Mapping[str, Dialect] = {row.name: row for row in _ROWS}
 
 
+def refuse_unknown(chosen: str) -> None:
+    """Raise ConfigError where ``--tool-dialect`` names none."""
+    if chosen not in ("auto", *DIALECTS):
+        raise ConfigError(
+            f"--tool-dialect: there is none of the name {chosen!r}",
+            hint=f"known are auto, {', '.join(DIALECTS)}",
+        )
+
+
 def detect(template: str, added_tokens: Iterable[str], chosen: str | None = None) -> Dialect:
     """The dialect of a checkpoint.
 
@@ -280,10 +289,8 @@ def detect(template: str, added_tokens: Iterable[str], chosen: str | None = None
     Raises:
         ConfigError: there is no dialect of the name chosen.
     """
-    if chosen is not None and chosen not in DIALECTS:
-        raise ConfigError(
-            f"there is no tool dialect {chosen!r}", hint="known are " + ", ".join(DIALECTS)
-        )
+    if chosen is not None:
+        refuse_unknown(chosen)
     dialect = next(row for row in _ROWS if all(sign in template for sign in row.signs))
     dialect = DIALECTS[chosen] if chosen else dialect
     think = dialect.think

@@ -92,12 +92,20 @@ def test_everything_wrong_is_found_at_once(config, demo_copy, tmp_path):
         ({"model": "/no/such/dir"}, "model /no/such/dir: there is no such directory"),
         ({"context": 100_000}, "--context 100000: the model was trained for at most 4096 tokens"),
         ({"kv_tokens": 10**8}, "tokens of KV need"),
+        ({"tool_dialect": "klingon"}, "--tool-dialect: there is none of the name 'klingon'"),
+        ({"anchor_dir": Path("/proc/x")}, "/proc/x cannot hold anchors"),
     ],
 )
 def test_what_would_refuse_the_start(config, change, said):
     report = examine(replace(config, **change), ROOMY)
     assert not report.starts
     assert said in texts(report.findings, Severity.REFUSED)
+
+
+def test_a_folder_for_anchors_is_tried_and_not_made(config, tmp_path):
+    for path in (tmp_path / "new" / "anchors", tmp_path):
+        assert examine(replace(config, anchor_dir=path), ROOMY).starts
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unsupported_model_is_refused_with_those_supported(config, demo_copy):
