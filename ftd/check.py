@@ -13,7 +13,7 @@ import socket
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from ftd.config import Config, HttpAddress, flag, shown
 from ftd.cuda.device import choose_gpu
 from ftd.engine.loading import Prepared, prepare, refuse_anchor_dir
 from ftd.errors import FtdError
+from ftd.http.listening import not_listening
 from ftd.kernels.cpu import native
 from ftd.memory.machine import Machine, read_machine
 from ftd.memory.plan import MemoryPlan
@@ -37,6 +38,7 @@ from ftd.units import format_bytes, format_count
 
 TIGHT_SHARE = 0.05  # of the available memory, left by the plan: less is called tight
 FEW_DESCRIPTORS = 1024  # a client takes one, a shard of the model another
+BESIDE_HINT = "ftctl check MODEL checks a model for an ftd that runs"
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 
 
@@ -174,10 +176,9 @@ def http_findings(address: HttpAddress, *, has_key: bool) -> Iterator[Finding]:
             probe.bind(sockaddr)
             probe.listen(1)
     except OSError as e:
-        taken = e.errno == errno.EADDRINUSE
-        said = "the port is taken by another process" if taken else f"cannot listen: {e.strerror}"
-        hint = "ftctl status shows whether it is an ftd; port 0 takes any free one" if taken else ""
-        yield Finding(Severity.REFUSED, f"{where}: {said}", hint)
+        refused = Finding.of(not_listening(address, e))
+        beside = f"; {BESIDE_HINT}" if e.errno == errno.EADDRINUSE else ""
+        yield replace(refused, hint=refused.hint + beside)
     if address.host not in LOOPBACK and not has_key:
         yield Finding(
             Severity.WARNING,
@@ -205,7 +206,8 @@ def socket_findings(path: Path) -> Iterator[Finding]:
         yield Finding(
             Severity.REFUSED,
             f"{where}: another ftd listens there",
-            f"ftctl stop ends it; {flag('socket')} and {flag('http')} start a second one beside it",
+            f"ftctl stop ends it; {flag('socket')} and {flag('http')} start a second one beside it"
+            f"; {BESIDE_HINT}",
         )
 
 

@@ -25,7 +25,8 @@ from ftd import log as logs
 from ftd.config import Config
 from ftd.control.commands import LifecycleCommands
 from ftd.control.server import ControlServer
-from ftd.errors import AddressInUse, ConfigError, FtdError
+from ftd.errors import FtdError
+from ftd.http.listening import not_listening
 from ftd.lifecycle import Lifecycle
 from ftd.lifecycle.idle import unload_when_idle
 from ftd.lifecycle.served import Models
@@ -187,25 +188,11 @@ async def _http(lifecycle: Lifecycle, config: Config) -> AsyncIterator[str]:
         try:
             await web.TCPSite(runner, config.http.host, config.http.port).start()
         except OSError as error:
-            raise _not_listening(config, error) from error
+            raise not_listening(config.http, error) from error
         host, port = runner.addresses[0][:2]
         yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     finally:
         await runner.cleanup()
-
-
-def _not_listening(config: Config, error: OSError) -> FtdError:
-    import errno
-
-    if error.errno == errno.EADDRINUSE:
-        return AddressInUse(
-            f"--http {config.http}: the port is taken by another process",
-            hint="ftctl status shows whether it is an ftd; --http 127.0.0.1:0 takes any free port",
-        )
-    return ConfigError(
-        f"--http {config.http}: cannot listen there: {error.strerror or error}",
-        hint="use 127.0.0.1 for this machine only, 0.0.0.0 for all its addresses, or one of them",
-    )
 
 
 def _leaves(group: BaseExceptionGroup[FtdError]) -> Iterator[FtdError]:

@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "checkpoint",
         "text",
         "engine",
+        "http.listening",
     },
     "systemd": set(),
     "pulse": {"lifecycle", "systemd"},

@@ -158,6 +158,8 @@ def test_a_port_that_is_taken():
         (finding,) = http_findings(address, has_key=False)
     assert finding.severity is Severity.REFUSED
     assert f"--http {address}: the port is taken" in finding.text
+    assert "--http 127.0.0.1:0 takes any free port" in finding.hint
+    assert "ftctl check MODEL" in finding.hint
     assert list(http_findings(address, has_key=False)) == []  # and is free again
 
 
