@@ -40,6 +40,7 @@ EXIT_CODES: dict[type[ControlError], int] = {Refused: 1, NotRunning: 3, TimedOut
 NOT_READY = 1  # of ftctl health
 UNEQUAL = 1  # of ftctl verify
 TRACE_S = 60.0
+ANCHORS_SHOWN = 50  # on a terminal
 
 R = TypeVar("R")
 
@@ -238,14 +239,18 @@ def trace(ctx: click.Context, file: Path, tokens: int) -> None:
 @_shared
 @click.pass_context
 def anchors(ctx: click.Context, session: str | None, drop: bool, dump: Path | None) -> None:
-    """Positions that requests can resume from, what they take and what they saved."""
+    """Positions that requests can resume from, what they take and what they saved.
+
+    On a terminal the 50 used last; into a pipe, with --json or --dump all.
+    """
     result = _call(ctx, p.Anchors(drop, session))
     if dump is not None:
         try:
             dump.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
         except OSError as error:
             raise click.FileError(str(dump), error.strerror) from None
-    _show(ctx, result, view.anchors)
+    most = ANCHORS_SHOWN if sys.stdout.isatty() else None
+    _show(ctx, result, partial(view.anchors, most=most))
 
 
 @main.command()

@@ -133,7 +133,8 @@ def experts(result: p.ExpertsResult, paint: Paint) -> list[str]:
     ]
 
 
-def anchors(result: p.AnchorsResult, paint: Paint) -> list[str]:
+def anchors(result: p.AnchorsResult, paint: Paint, most: int | None = None) -> list[str]:
+    """At most so many of them: those used last."""
     columns: list[tuple[str, Callable[[AnchorInfo], str]]] = [
         ("session", lambda a: a.session or "-"),
         ("kind", lambda a: a.kind),
@@ -147,8 +148,11 @@ def anchors(result: p.AnchorsResult, paint: Paint) -> list[str]:
         ("saved", lambda a: format_seconds(a.saved_s) if a.hits else "-"),
         ("", lambda a: "in use" if a.in_use else ""),
     ]
-    rows = sorted(result.anchors, key=lambda a: (a.session, a.position))
+    last_used = sorted(result.anchors, key=lambda a: a.age_s)[:most]
+    rows = sorted(last_used, key=lambda a: (a.session, a.position))
     lines = _grid(columns, rows) if rows else ["no anchors"]
+    if more := len(result.anchors) - len(rows):
+        lines.append(f"... and {format_count(more)} more, not used as lately (--json shows all)")
     return [*lines, *([f"{result.pages_freed} pages freed"] if result.pages_freed else [])]
 
 
