@@ -18,7 +18,6 @@ from ftd.control.traffic import between
 from ftd.engine.api import EngineStatus
 from ftd.errors import ConfigError, NotReady, RequestInvalid
 from ftd.lifecycle import Lifecycle
-from ftd.lifecycle.routing import record_routing
 from ftd.lifecycle.served import BudgetDone, How
 from ftd.lifecycle.verify import SESSIONS, Verified, read_sessions, verify
 from ftd.memory.change import Change
@@ -241,6 +240,9 @@ class LifecycleCommands:
     async def _trace(self, tokens: int, timeout_s: float) -> p.TraceResult:
         def progress(done_bytes: int, total_bytes: int) -> None:
             self._recorded = done_bytes, total_bytes
+
+        # loads torch, for which the start does not wait
+        from ftd.lifecycle.routing import record_routing
 
         model = self._lifecycle.current()
         try:
