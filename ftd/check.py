@@ -21,7 +21,7 @@ from pathlib import Path
 import click
 
 from ftd import __version__
-from ftd.checkpoint.source import ModelSource, resolve
+from ftd.checkpoint.source import ModelSource, NotDownloaded, resolve
 from ftd.checkpoint.stored import StoredMatrix
 from ftd.config import Config, HttpAddress, flag, shown
 from ftd.cuda.device import choose_gpu
@@ -98,6 +98,8 @@ def examine(config: Config, machine: Machine) -> Report:
         findings += [*device_findings(config, prepared.plan)]
         findings += plan_findings(prepared.spec, prepared.plan)
         findings += refusal(partial(refuse_anchor_dir, config, prepared))
+    except NotDownloaded as e:
+        findings.append(Finding(Severity.NOTE, f"not checked: {e.message}", e.hint))
     except FtdError as e:
         findings.append(Finding.of(e))
     if source:
@@ -119,7 +121,10 @@ def report_lines(config: Config, report: Report) -> Iterator[str]:
     yield ""
     for finding in report.findings:
         yield str(finding)
-    yield "ftd would start" if report.starts else "ftd would not start"
+    if report.starts and report.source is None:
+        yield "ftd would start to download the model, and then check it"
+    else:
+        yield "ftd would start" if report.starts else "ftd would not start"
 
 
 def _model_lines(prepared: Prepared) -> Iterator[str]:

@@ -25,6 +25,10 @@ _NOT_NEEDED = ["*/*", "consolidated*"]  # second copies of the weights in other 
 Progress = Callable[[int, int], None]  # done and total, in bytes
 
 
+class NotDownloaded(ModelNotFound):
+    """A hub id that a start would ask the hub for."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSource:
     name: str  # what the API calls the model unless --served-name says otherwise
@@ -48,6 +52,7 @@ def resolve(
         download: False: only look into the cache.
     Raises:
         ModelNotFound: nothing there, or the hub cannot be reached or refuses.
+        NotDownloaded: the cache lacks it, and ``download`` is False.
     """
     if model == DEMO:
         return ModelSource(DEMO, Path(ftd.__file__).parent / "demo")
@@ -91,8 +96,10 @@ def _hub_snapshot(
     if cached and _is_complete(cached):
         return cached
     if not download:
-        raise ModelNotFound(
-            f"model {model}: not a directory, and the cache {cache} has no complete copy",
+        if constants.HF_HUB_OFFLINE:
+            raise _unreachable(model, cache, ConnectionError("offline"))
+        raise NotDownloaded(
+            f"model {model}: not downloaded yet, the cache {cache} has no complete copy",
             hint=f"ftd downloads it when it starts; or run: hf download {model}",
         )
     try:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from huggingface_hub import constants
 
 from ftd import check
 from ftd.check import (
@@ -100,6 +101,23 @@ def test_what_would_refuse_the_start(config, change, said):
     report = examine(replace(config, **change), ROOMY)
     assert not report.starts
     assert said in texts(report.findings, Severity.REFUSED)
+
+
+def test_a_model_that_is_not_downloaded_yet_is_no_hindrance(config, monkeypatch, tmp_path):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    for offline in (False, True):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        config = replace(config, model="someone/absent")
+        report = examine(config, ROOMY)
+        assert report.starts is not offline
+        said = list(report_lines(config, report))
+        if offline:
+            assert "HF_HUB_OFFLINE is set" in texts(report.findings, Severity.REFUSED)
+            assert said[-1] == "ftd would not start"
+        else:
+            assert "not checked: model someone/absent: not downloaded yet" in texts(report.findings)
+            assert "ftd downloads it when it starts" in texts(report.findings, Severity.NOTE)
+            assert said[-1] == "ftd would start to download the model, and then check it"
 
 
 def test_a_folder_for_anchors_is_tried_and_not_made(config, tmp_path):

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
-from huggingface_hub import errors
+from huggingface_hub import constants, errors
 
-from ftd.checkpoint.source import resolve
+from ftd.checkpoint.source import NotDownloaded, resolve
 from ftd.errors import ModelNotFound, UnsupportedModel
 
 HUB_ID = "Qwen/Qwen3-30B-A3B"
@@ -176,7 +176,15 @@ def test_only_needed_files_are_downloaded_with_progress(hub, tmp_path):
 
 def test_a_check_does_not_download(hub):
     calls = hub(OSError("must not be asked"))
-    with pytest.raises(ModelNotFound, match="no complete copy") as e:
+    with pytest.raises(NotDownloaded, match="no complete copy") as e:
         resolve(HUB_ID, download=False)
     assert f"hf download {HUB_ID}" in e.value.hint
     assert calls == []
+
+
+def test_a_check_refuses_what_a_start_without_hub_would(hub, monkeypatch):
+    hub(OSError("must not be asked"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelNotFound, match="HF_HUB_OFFLINE is set") as e:
+        resolve(HUB_ID, download=False)
+    assert not isinstance(e.value, NotDownloaded)
