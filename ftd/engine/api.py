@@ -67,6 +67,7 @@ class EngineRequest:
     constraint: Constraint | None = None  # of this sequence alone
     anchors: tuple[Anchor, ...] = ()  # borders within the prompt, in order
     session: str = ""  # whose conversation it is, where the client says
+    passing: bool = False  # a trial: nothing of it is worth keeping on disk
 
 
 class Finish(StrEnum):

@@ -567,7 +567,8 @@ class EngineCore:
     def _give_back(self, sequence: Sequence, *, answered: bool = False) -> None:
         ids, chance = sequence.ids[: sequence.computed], self._chance(sequence)
         self.tree.insert(ids, sequence.pages, ends=True, chance=chance)
-        self.restoring.offer(sequence, chance, answered)
+        if not sequence.request.passing:
+            self.restoring.offer(sequence, chance, answered)
         turn = [Anchor(sequence.computed, AnchorKind.TURN)] if answered and ids else []
         self._note_anchors(sequence, [*sequence.request.anchors, *turn])
         self.recurrence.leave(sequence)

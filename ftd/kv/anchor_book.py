@@ -97,8 +97,7 @@ class AnchorBook:
         """
         freed = 0
         for run in reversed(list(self._tree.runs())):
-            last = run.anchors[max(run.anchors)].session if run.anchors else None
-            if not run.children and session in (None, last):
+            if not run.children and session in (None, _owner(run)):
                 freed += self._tree.drop(run)
         return freed
 
@@ -135,3 +134,13 @@ class AnchorBook:
         self._longest[session] = longest
         if len(self._longest) > SESSIONS:
             del self._longest[next(iter(self._longest))]
+
+
+def _owner(run: Run) -> str | None:
+    """The session of the last anchor on the way to the end of a run."""
+    at: Run | None = run
+    while at is not None:
+        if at.anchors:
+            return at.anchors[max(at.anchors)].session
+        at = at.parent
+    return None

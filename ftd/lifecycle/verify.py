@@ -146,7 +146,13 @@ async def _ask(
     answer = _Answer()
     sampling = Sampling(temperature=0.0, logprobs=_TOP)
     request = EngineRequest(
-        _name(), tuple(ids), tokens, sampling, anchors=tuple(anchors), session=_SESSION
+        _name(),
+        tuple(ids),
+        tokens,
+        sampling,
+        anchors=tuple(anchors),
+        session=_SESSION,
+        passing=True,
     )
     async for output in engine.submit(request):
         _raise_failure(output)
@@ -161,7 +167,13 @@ async def _score(engine: EngineHandle, ids: Sequence[int]) -> list[Mapping[int, 
     scores: list[Mapping[int, float]] = []
     sampling = Sampling(temperature=0.0)
     request = EngineRequest(
-        _name(), tuple(ids), 1, sampling, prompt_logprobs=_TOP, session=_SESSION
+        _name(),
+        tuple(ids),
+        1,
+        sampling,
+        prompt_logprobs=_TOP,
+        session=_SESSION,
+        passing=True,
     )
     async for output in engine.submit(request):
         _raise_failure(output)

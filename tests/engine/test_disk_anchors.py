@@ -35,9 +35,9 @@ async def engine(directory, **settings):
         await loaded.handle.close()
 
 
-async def ask(handle: EngineThread, name, ids, tokens=6):
+async def ask(handle: EngineThread, name, ids, tokens=6, **more):
     anchors = (Anchor(300, AnchorKind.SYSTEM), Anchor(500, AnchorKind.USER))
-    request = EngineRequest(name, tuple(ids), tokens, GREEDY, anchors=anchors, session="s")
+    request = EngineRequest(name, tuple(ids), tokens, GREEDY, anchors=anchors, session="s", **more)
     outputs = [output async for output in handle.submit(request)]
     answer = [(o.tokens, o.logprobs) for o in outputs]
     return outputs[0].reused_tokens, answer
@@ -68,6 +68,12 @@ def kept(tmp_path_factory):
             return answer
 
     return directory, asyncio.run(run())
+
+
+async def test_what_is_only_tried_is_not_written(tmp_path):
+    async with engine(tmp_path) as handle:
+        await ask(handle, "tried", PROMPT[:100], passing=True)
+    assert files(tmp_path) == []
 
 
 @pytest.fixture

@@ -96,6 +96,14 @@ def test_dropping_a_session_leaves_what_others_share(tree, pool, book):
     assert pool.free == pool.num_pages
 
 
+def test_dropping_a_session_takes_what_stands_behind_its_last_anchor_too(tree, pool, book):
+    keep(tree, pool, book, range(24), at(5), "a")
+    keep(tree, pool, book, [*range(8), *[50] * 16], (), "a")  # a run without anchors
+    assert book.drop("b") == 0
+    book.drop("a")
+    assert pool.free == pool.num_pages
+
+
 def test_a_title_of_a_session_is_told_from_its_main_prompt(tree, pool, book):
     first = book.first_chance("s", 10)
     keep(tree, pool, book, range(100), at(50), "s")
