@@ -6,7 +6,7 @@ from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-from ftd.kv.anchors import Anchor, KeptAnchor
+from ftd.kv.anchors import Anchor, AnchorKind, KeptAnchor
 
 ID_BYTES = 4  # of a token in a key
 
@@ -109,7 +109,8 @@ class Run:
         if kept is None:
             kept = KeptAnchor(anchor.position, anchor.kind, session, now_s, now_s)
             self.anchors[anchor.position] = kept
-        kept.kind = anchor.kind
+        if anchor.kind is not AnchorKind.FORK:  # says less than any other
+            kept.kind = anchor.kind
         kept.session = session or kept.session
         return kept
 

@@ -3,7 +3,7 @@
 from array import array
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ftd.kv.anchor_book import AnchorBook
@@ -120,6 +120,7 @@ def test_a_title_of_a_session_is_told_from_its_main_prompt(tree, pool, book):
     ),
     evicted=st.integers(0, 8),
 )
+@example(prompts=[([1, 1], {1}), ([1, 0], set()), ([1, 0], set())], evicted=0)
 def test_what_is_noted_stands_while_its_tokens_are_kept(prompts, evicted):
     pool = PagePool(64, PAGE)
     tree = PrefixTree(pool)
