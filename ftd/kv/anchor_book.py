@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import NamedTuple
 
 from ftd.kv.anchors import Anchor, AnchorKind, KeptAnchor
@@ -42,7 +43,7 @@ class AnchorBook:
         """
         side, turns = self._is_side(session, prompt_tokens), 0
         self._remember(session, prompt_tokens)
-        runs = iter(self._tree.path(ids))
+        runs: Iterator[Run] = iter(self._tree.path(ids))
         run = next(runs, None)
         for anchor in anchors:
             while run is not None and anchor.position > run.end:
@@ -53,6 +54,8 @@ class AnchorBook:
             upper = run
             if anchor.kind is AnchorKind.SYSTEM:
                 upper = self._tree.cut(run, anchor.position)
+            if upper is not run:  # further anchors may stand on the page that was cut behind
+                run, runs = upper, chain((run,), runs)
             upper.chance = max(upper.chance, chance(anchor.kind, turns=turns, side=side))
             turns += anchor.kind is AnchorKind.TURN
 

@@ -142,3 +142,11 @@ def test_what_is_noted_stands_while_its_tokens_are_kept(prompts, evicted):
             found.add(tuple(tokens[: anchor.position]))
     assert found <= kept
     assert evicted or found == kept
+
+
+def test_anchors_behind_the_system_prompt_may_share_its_last_page(tree, pool, book):
+    system = Anchor(5, AnchorKind.SYSTEM)
+    keep(tree, pool, book, range(14), [system, *at(6, 8, 9)])
+    for run in tree.runs():
+        assert all(run.begin < position <= run.end for position in run.anchors)
+    assert {position for run in tree.runs() for position in run.anchors} == {5, 6, 8, 9}
