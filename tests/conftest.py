@@ -11,9 +11,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores: torch's threads woul
 import pytest
 from hypothesis import HealthCheck, settings
 
-# a loaded machine is slow, and that is nobody's fault
-settings.register_profile("ftd", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("ftd")
+# a loaded machine is slow, and that is nobody's fault; the same examples in each run, and new ones
+# with --hypothesis-profile explore
+slow = [HealthCheck.too_slow]
+settings.register_profile("same", deadline=None, suppress_health_check=slow, derandomize=True)
+settings.register_profile("explore", deadline=None, suppress_health_check=slow)
+settings.load_profile("same")
 
 DATA = Path(__file__).parent / "data"
 

@@ -24,10 +24,10 @@ misses = st.integers(0, 24)
 H200 = Rates(5000.0, 3e-6, 12_700.0, 4e-6, 0.82, 0.73)  # 9.4 MB experts
 
 
-def integrated(r: Rates, on_link: int, on_cpu: int, ticks: int = 4000) -> float:
-    """Later end of both paths, from small steps of time: the definition, slowly."""
+def integrated(r: Rates, on_link: int, on_cpu: int, ticks: int = 4000) -> tuple[float, float]:
+    """Later end of both paths, from small steps of time: the definition, slowly; and a step."""
     if not (on_link or on_cpu):
-        return 0.0
+        return 0.0, 0.0
     alone = [on_link / r.link_experts_per_s, on_cpu / r.cpu_experts_per_s]
     fixed = [r.link_fixed_s, r.cpu_fixed_s]
     beside = [r.link_beside_cpu, r.cpu_beside_link]
@@ -40,14 +40,15 @@ def integrated(r: Rates, on_link: int, on_cpu: int, ticks: int = 4000) -> float:
                 left[i] -= tick * (beside[i] if runs[1 - i] else 1.0)
         now += tick
         end = now
-    return end
+    return end, tick
 
 
 @settings(max_examples=40, deadline=None)
 @given(rates, st.integers(0, 12), st.integers(0, 12))
 def test_layer_time_is_the_integral_of_both_rates(r, on_link, on_cpu):
-    expected = integrated(r, on_link, on_cpu)
-    assert max(finish_s(r, on_link, on_cpu)) == pytest.approx(expected, rel=5e-3, abs=1e-12)
+    expected, tick = integrated(r, on_link, on_cpu)
+    off = abs(max(finish_s(r, on_link, on_cpu)) - expected)
+    assert off <= 6 * tick  # each of two starts and two ends falls within a step
 
 
 @given(rates, misses)
