@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 from cuda_core import cuda_core
-from driving import answer_all, engine_core, request
+from driving import answer_all, answer_alone, comparable, engine_core, request
 from test_constrained_rows import AFTER, Cycle, prompt
-from test_contract import ORACLES, comparable, requests
+from test_contract import ORACLES, requests
 
 from ftd.engine.api import Sampling
 
@@ -19,12 +19,7 @@ MODEL = ORACLES / "qwen3_moe"
 @pytest.fixture(scope="module")
 def alone():
     """Each request by itself on the CPU device."""
-    found = {}
-    with engine_core(MODEL, max_running=1, prefill_chunk=256) as core:
-        for one in requests():
-            core.tree.clear()
-            found |= comparable(answer_all(core, [one]))
-    return found
+    return answer_alone(MODEL, requests())
 
 
 @pytest.mark.parametrize("slots", [0, 1, 20, 32])

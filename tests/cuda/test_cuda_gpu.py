@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 from cuda_core import cuda_core
-from driving import Answer, answer_all, check_pages, engine_core
-from test_contract import ORACLES, comparable, requests
+from driving import Answer, answer_all, check_pages, comparable, engine_core
+from test_contract import ORACLES, requests
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from cuda_core import cuda_core
-from driving import Answer, check_pages
+from driving import Answer, check_pages, comparable
 from fake_driver import FakeDriver
-from test_contract import comparable, requests
+from test_contract import requests
 
 from ftd.cuda.kv import CudaKvCache
 from ftd.cuda.memory import DeviceMemory

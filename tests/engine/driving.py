@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -85,6 +86,48 @@ def answer_all(
     status = core.status()
     assert status.running == status.waiting == 0
     assert status.pages_held == status.pages_cached, "pages are held by nobody's request"
+    return answers
+
+
+def comparable(answers: Mapping[str, Answer]) -> dict[str, tuple]:
+    return {n: (a.tokens, a.logprobs, a.finish, a.error) for n, a in answers.items()}
+
+
+def answer_alone(path: Path, requests: Iterable[EngineRequest]) -> dict[str, tuple]:
+    """Each request by itself on an engine whose cache is empty."""
+    found: dict[str, tuple] = {}
+    with engine_core(path, max_running=1, prefill_chunk=256) as core:
+        for one in requests:
+            core.tree.clear()
+            found |= comparable(answer_all(core, [one]))
+    return found
+
+
+def answer_interrupted(
+    core: EngineCore, requests: Iterable[EngineRequest], seed: int
+) -> dict[str, Answer]:
+    """All at once, with a fifth of the looks at a layer border giving the step up."""
+
+    class Stop(Exception):
+        pass
+
+    def interrupt() -> None:
+        if rng.random() < 0.2:
+            raise Stop
+
+    rng = random.Random(seed)
+    core.beat = interrupt
+    answers: dict[str, Answer] = {}
+    for one in requests:
+        answers[one.request_id] = Answer()
+        core.add(one)
+    while core.has_work():
+        try:
+            outputs = core.step()
+        except Stop:
+            continue
+        for output in outputs:
+            answers[output.request_id].take(output)
     return answers
 
 

@@ -11,7 +11,14 @@ import random
 from pathlib import Path
 
 import pytest
-from driving import Answer, answer_all, engine_core, request
+from driving import (
+    answer_all,
+    answer_alone,
+    answer_interrupted,
+    comparable,
+    engine_core,
+    request,
+)
 
 from ftd.engine.api import EngineRequest, Finish, Sampling
 
@@ -48,10 +55,6 @@ def requests(seed: int = 1) -> list[EngineRequest]:
     return made
 
 
-def comparable(answers: dict[str, Answer]) -> dict[str, tuple]:
-    return {n: (a.tokens, a.logprobs, a.finish, a.error) for n, a in answers.items()}
-
-
 @pytest.fixture(scope="module", params=["qwen3_moe", "qwen3_moe-window"])
 def model(request) -> Path:
     return ORACLES / request.param
@@ -59,13 +62,7 @@ def model(request) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(model: Path) -> dict[str, tuple]:
-    """Each request by itself on an engine whose cache is empty."""
-    found: dict[str, tuple] = {}
-    with engine_core(model, max_running=1, prefill_chunk=256) as core:
-        for one in requests():
-            core.tree.clear()
-            found |= comparable(answer_all(core, [one]))
-    return found
+    return answer_alone(model, requests())
 
 
 @pytest.mark.parametrize("max_running", [2, 3, 8])
@@ -126,27 +123,8 @@ def test_clients_that_leave_do_not_change_the_others(model, alone, seed):
 
 
 def test_an_interrupted_step_commits_nothing(model, alone):
-    class Stop(Exception):
-        pass
-
-    def interrupt():
-        if rng.random() < 0.2:
-            raise Stop
-
-    rng = random.Random(5)
     with engine_core(model, max_running=4, prefill_chunk=20, expert_slots=11) as core:
-        core.beat = interrupt
-        answers = {one.request_id: Answer() for one in requests()}
-        for one in requests():
-            core.add(one)
-        while core.has_work():
-            try:
-                outputs = core.step()
-            except Stop:
-                continue
-            for output in outputs:
-                answers[output.request_id].take(output)
-    assert comparable(answers) == alone
+        assert comparable(answer_interrupted(core, requests(), seed=5)) == alone
 
 
 def test_copies_wait_for_the_prompt_and_compute_at_most_a_page_of_it(model, alone):

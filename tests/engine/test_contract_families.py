@@ -10,19 +10,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from driving import answer_all, engine_core
-from test_contract import comparable, requests
+from driving import answer_all, answer_alone, comparable, engine_core
+from test_contract import requests
 
 ORACLES = Path(__file__).parents[1] / "data" / "oracles"
 
 
 @pytest.mark.parametrize("family", ["granitemoe", "gpt_oss-mxfp4"])
 def test_equal_tokens_whatever_runs_beside(family):
-    model, alone = ORACLES / family, {}
-    with engine_core(model, max_running=1, prefill_chunk=256) as core:
-        for one in requests():
-            core.tree.clear()
-            alone |= comparable(answer_all(core, [one]))
+    model = ORACLES / family
+    alone = answer_alone(model, requests())
     with engine_core(model, num_pages=15, max_running=5, prefill_chunk=7, expert_slots=3) as core:
         for _ in range(2):
             assert comparable(answer_all(core, requests())) == alone

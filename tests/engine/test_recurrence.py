@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from driving import Answer, answer_all, engine_core, request
+from driving import answer_all, answer_interrupted, comparable, engine_core, request
 
 from ftd.engine.api import Anchor, EngineRequest, Finish, Sampling
 from ftd.engine.recurrence import GRID_TOKENS, Recurrence, borders
@@ -35,10 +35,6 @@ def requests() -> list[EngineRequest]:
         anchors = (Anchor(21, ROLE),) if len(prompt) > 30 else ()
         made.append(request(f"r{i}", prompt, 5 + 4 * i, sampling=sampling, anchors=anchors))
     return made
-
-
-def comparable(answers: dict[str, Answer]) -> dict[str, tuple]:
-    return {n: (a.tokens, a.logprobs, a.finish, a.error) for n, a in answers.items()}
 
 
 @contextmanager
@@ -176,27 +172,8 @@ def test_clients_that_leave_free_their_states(model, alone, seed):
 
 
 def test_an_interrupted_step_changes_no_state(model, alone):
-    class Stop(Exception):
-        pass
-
-    def interrupt():
-        if rng.random() < 0.2:
-            raise Stop
-
-    rng = random.Random(5)
     with recurrent_core(model, prefill_chunk=20) as core:
-        core.beat = interrupt
-        answers = {one.request_id: Answer() for one in requests()}
-        for one in requests():
-            core.add(one)
-        while core.has_work():
-            try:
-                outputs = core.step()
-            except Stop:
-                continue
-            for output in outputs:
-                answers[output.request_id].take(output)
-    assert comparable(answers) == alone
+        assert comparable(answer_interrupted(core, requests(), seed=5)) == alone
 
 
 def test_a_damaged_state_fails_its_request_and_nothing_of_it_is_used_again(model, alone):

@@ -9,8 +9,16 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from driving import Answer, answer_all, check_pages, engine_core, request
-from test_contract import ORACLES, comparable, prompts, requests
+from driving import (
+    Answer,
+    answer_all,
+    answer_alone,
+    check_pages,
+    comparable,
+    engine_core,
+    request,
+)
+from test_contract import ORACLES, prompts, requests
 
 from ftd.engine.core import EngineCore
 from ftd.engine.resize import Resizing, resize
@@ -33,13 +41,7 @@ def model(request) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(model: Path) -> dict[str, tuple]:
-    """Each request by itself on an engine whose cache is empty."""
-    found: dict[str, tuple] = {}
-    with engine_core(model, max_running=1, prefill_chunk=256) as core:
-        for one in requests():
-            core.tree.clear()
-            found |= comparable(answer_all(core, [one]))
-    return found
+    return answer_alone(model, requests())
 
 
 def check_slots(core: EngineCore, slots: int) -> None:
