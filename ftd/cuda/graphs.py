@@ -71,13 +71,13 @@ class DecodeInput:
                 self.numbers[0, i], self.numbers[1, i] = row.temperature, row.uniform
 
 
-def fill_pages(table: torch.Tensor, rows: Sequence[DecodeRow | None]) -> bool:
+def fill_pages(table: torch.Tensor, rows: Sequence[DecodeRow | None], page_stride: int = 1) -> bool:
     """Bring a page table [B, M] int32 up to date; False: it was."""
     changed = False
     for known, row in zip(table.numpy(), rows):
         if row is None:
             continue
-        pages = np.asarray(row.pages, np.int32)
+        pages = np.asarray(row.pages, np.int32) * page_stride
         if not np.array_equal(known[: len(pages)], pages):
             known[: len(pages)] = pages
             changed = True
@@ -92,13 +92,15 @@ class DecodeGraph:
         batch: int,
         most_pages: int,
         page_tokens: int,
+        page_stride: int,  # as the KV cache has it
         scratch_page: int,
         device: torch.device,
         forward: Forward,
         routed: torch.Tensor | None,  # [L, B, K] int32: what forward leaves of the routing
     ) -> None:
         self.batch = batch
-        self._page_tokens, self._scratch_page = page_tokens, scratch_page
+        self._page_tokens, self._page_stride = page_tokens, page_stride
+        self._scratch_page = scratch_page * page_stride
         self._forward = forward
         self._host = DecodeInput(batch)
         self._input = DecodeInput(batch, device)
@@ -139,7 +141,7 @@ class DecodeGraph:
             self._send_following.send(self._host.without_ids)
         else:
             self._send.send(self._host.block)
-        if fill_pages(self._host_table, rows):
+        if fill_pages(self._host_table, rows, self._page_stride):
             self._send_table.send(self._host_table)
         if self._graph is not None:
             self._graph.replay()

@@ -1,24 +1,29 @@
-"""Keys and values of every layer in device memory."""
+"""Keys and values of every layer in device memory, a page in one piece."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from math import prod
+from collections.abc import Sequence
 
 import torch
 
-from ftd.errors import BudgetExceeded
 from ftd.kv.cache import KvCache
 from ftd.model.spec import ModelSpec
+from ftd.units import MiB
 
-from .memory import DeviceMemory, DeviceRange
+from .memory import DeviceMemory
+
+_MOVED_AT_ONCE_BYTES = 32 * MiB  # what is copied stands twice in memory for a moment
 
 
 class CudaKvCache(KvCache):
     """``KvCache`` on the device, with one page more than is counted: page 0, the scratch page.
 
-    Rows of a captured step that no sequence uses write there; nobody reads it. The keys and the
-    values of each layer are a range of their own, so a pool of any size is contiguous.
+    Rows of a captured step that no sequence uses write there; nobody reads it.
+
+    A page is one run of bytes: keys and values of each layer in turn, [2 L, page_tokens, NKV, D].
+    So a pool of any size is one range, and a page goes to the host and back by one copy.
+    ``k[layer]`` and ``v[layer]`` begin at their part of page 0, and the same part of the next page
+    is ``page_stride`` numbers on: to kernels that is an ordinary tensor of pages.
     """
 
     first_page = 1
@@ -33,25 +38,33 @@ class CudaKvCache(KvCache):
         memory: DeviceMemory,
         max_pages: int | None = None,
     ) -> None:
+        layers = {(layer.num_kv_heads, layer.head_dim) for layer in spec.attention_layers}
+        assert len(layers) == 1, f"layers differ in their keys: {layers}"
         self.num_pages, self.page_tokens = num_pages, page_tokens
         self.max_pages = (max_pages or num_pages) if memory.elastic else num_pages
-        self._device = memory.device
-        self._ranges: list[tuple[DeviceRange, int]] = []  # and bytes of a page in it
-        self.k, self.v = [], []
-        with ExitStack() as undo:
-            undo.callback(self.close)
-            for layer in spec.attention_layers:
-                shape = (page_tokens, layer.num_kv_heads, layer.head_dim)
-                for tensors in (self.k, self.v):
-                    page_bytes = prod(shape) * dtype.itemsize
-                    most, now = ((n + 1) * page_bytes for n in (self.max_pages, num_pages))
-                    room = memory.reserve(most, now)
-                    self._ranges.append((room, page_bytes))
-                    room.bytes().zero_()  # a masked value is multiplied by 0: it must be a number
-                    tensors.append(room.span()[:most].view(dtype).view(self.max_pages + 1, *shape))
-            undo.pop_all()
-        self.page_bytes = sum(page_bytes for _, page_bytes in self._ranges)
-        self.bytes = sum(room.mapped_bytes for room, _ in self._ranges)
+        self.page_stride = parts = 2 * len(spec.attention_layers)
+        shape = (page_tokens, *layers.pop())
+        self._ranges = memory
+        part = torch.Size(shape).numel()
+        self.page_bytes = parts * part * dtype.itemsize
+        most, now = ((n + 1) * self.page_bytes for n in (self.max_pages, num_pages))
+        self._room = memory.reserve(most, now)
+        self._room.bytes().zero_()  # a masked value is multiplied by 0: it must be a number
+        flat = self._room.span()[:most].view(dtype)
+        self.pages = flat.view(self.max_pages + 1, parts, page_tokens, -1)
+        length = (self.max_pages * parts + 1) * part  # up to the last page's own
+        views = [flat[i * part :][:length].view(-1, *shape) for i in range(parts)]
+        self.k, self.v = views[0::2], views[1::2]
+        self.bytes = self._room.mapped_bytes
+
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        at_once = max(1, _MOVED_AT_ONCE_BYTES // self.page_bytes)
+        for at in range(0, len(moves), at_once):
+            sources, targets = torch.tensor(moves[at : at + at_once]).T.to(self.pages.device)
+            self.pages[targets] = self.pages[sources]
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        self.pages[target, :, :tokens] = self.pages[source, :, :tokens]
 
     def resize(self, num_pages: int) -> None:
         """As ``KvCache.resize``, with no step in flight.
@@ -60,22 +73,17 @@ class CudaKvCache(KvCache):
             BudgetExceeded: the GPU has no more memory; nothing has changed.
         """
         assert 0 < num_pages <= self.max_pages, (num_pages, self.max_pages)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # steps and moves have read what goes away
-        mapped = [room.mapped_bytes for room, _ in self._ranges]
-        try:
-            for room, page_bytes in self._ranges:
-                room.resize((num_pages + 1) * page_bytes)
-        except BudgetExceeded:
-            for room, page_bytes in self._ranges:
-                room.resize((self.num_pages + 1) * page_bytes)
-            raise
-        for (room, _), were in zip(self._ranges, mapped, strict=True):
-            room.bytes()[were:].zero_()  # as at the start
+        if self._ranges.device.type == "cuda":
+            torch.cuda.synchronize(self._ranges.device)  # steps and moves have read what goes away
+        mapped = self._room.mapped_bytes
+        self._room.resize((num_pages + 1) * self.page_bytes)
+        self._room.bytes()[mapped:].zero_()  # as at the start
         self.num_pages = num_pages
-        self.bytes = sum(room.mapped_bytes for room, _ in self._ranges)
+        self.bytes = self._room.mapped_bytes
+
+    def trim(self) -> None:
+        self._ranges.trim()
 
     def close(self) -> None:
-        self.k, self.v = [], []
-        for room, _ in self._ranges:
-            room.close()
+        self.k, self.v, self.pages = [], [], self.pages[:0]
+        self._room.close()

@@ -1,8 +1,9 @@
 """Device memory whose addresses stay while its size changes: reserved ranges, mapped in chunks.
 
-Expert slots live in such a range, and the keys and the values of each layer in one each. What a
-range gives up goes back to the driver at once. Without ``cuda.bindings`` a range is an ordinary
-allocation of its full size: everything works, only resizing does not give memory back.
+Expert slots live in such a range, KV pages in another, of chunks of one size: what one gives up the
+other takes without asking the driver, whose part is the slow one. ``trim`` gives back to the driver
+what nobody has taken. Without ``cuda.bindings`` a range is an ordinary allocation of its full size:
+everything works, only resizing does not give memory back.
 """
 
 from __future__ import annotations
@@ -12,19 +13,17 @@ from typing import Any, Protocol
 import torch
 
 from ftd.errors import BudgetExceeded, EngineFailed
-from ftd.units import MiB, format_bytes
+from ftd.memory.vram import CHUNK_BYTES
+from ftd.units import format_bytes
 
 from .driver import available, call, driver, tensor_at
 
-CHUNK_BYTES = 32 * MiB  # 7 GiB in 9 ms on the H200 machine; by 2 MiB, the granularity, in 280
-
-
-_mapped_bytes: dict[int, int] = {}  # by device: what ranges of this process hold
+_taken_bytes: dict[int, int] = {}  # by device: chunks that this process has of the driver
 
 
 def held_bytes(device: torch.device) -> int:
     """GPU memory that comes free when the model that this process has loaded goes."""
-    return _mapped_bytes.get(device.index or 0, 0) + torch.cuda.memory_reserved(device)
+    return _taken_bytes.get(device.index or 0, 0) + torch.cuda.memory_reserved(device)
 
 
 def round_up(num_bytes: int, unit: int = CHUNK_BYTES) -> int:
@@ -65,6 +64,7 @@ class DeviceMemory:
     ) -> None:
         self.device = device
         self.chunk_bytes = chunk_bytes
+        self._free: list[object] = []  # chunks that are mapped nowhere
         if cu is None and device.type == "cuda" and available():
             cu = driver()
         self.elastic = cu is not None
@@ -92,6 +92,8 @@ class DeviceMemory:
 
     def take(self) -> object:
         """A chunk that is mapped nowhere. Raises BudgetExceeded."""
+        if self._free:
+            return self._free.pop()
         cu = self.cu
         code, handle = cu.cuMemCreate(self.chunk_bytes, self._properties, 0)
         if code == cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
@@ -102,13 +104,22 @@ class DeviceMemory:
         return handle
 
     def give(self, handle: object) -> None:
-        """Back to the driver: it is mapped nowhere any more."""
-        call(self.cu.cuMemRelease, handle)
-        self._count(-self.chunk_bytes)
+        """It is mapped nowhere any more: for the next to ``take``, or for ``trim``."""
+        self._free.append(handle)
+
+    @property
+    def free_bytes(self) -> int:
+        return len(self._free) * self.chunk_bytes
+
+    def trim(self) -> None:
+        """Give back to the driver what no range uses."""
+        while self._free:
+            call(self.cu.cuMemRelease, self._free.pop())
+            self._count(-self.chunk_bytes)
 
     def _count(self, num_bytes: int) -> None:
         index = self.device.index or 0
-        _mapped_bytes[index] = _mapped_bytes.get(index, 0) + num_bytes
+        _taken_bytes[index] = _taken_bytes.get(index, 0) + num_bytes
 
     def allow(self, address: int, num_bytes: int) -> None:
         call(self.cu.cuMemSetAccess, address, num_bytes, [self._access], 1)
@@ -138,6 +149,7 @@ class _MappedRange:
             self._grow(chunks)
         except BaseException:
             self._shrink(were)
+            self._memory.trim()
             raise
         self._shrink(chunks)
 
@@ -166,9 +178,10 @@ class _MappedRange:
         return tensor_at(self.address, self._max_bytes, self._memory.device)
 
     def close(self) -> None:
-        """Unmap, and free the address space. Idempotent."""
+        """Unmap, trim, and free the address space. Idempotent."""
         if self._max_bytes:
             self.resize(0)
+            self._memory.trim()
             call(self._memory.cu.cuMemAddressFree, self._reserved, self._max_bytes)
             self._max_bytes = 0
 

@@ -27,15 +27,18 @@ class Span:
         return len(self.ids)
 
 
-def pack(spans: Seq[Span], page_tokens: int) -> StepInput:
+def pack(spans: Seq[Span], page_tokens: int, page_stride: int = 1) -> StepInput:
     """One packed batch of ``spans`` in order; their logit rows in the same order.
 
     Shapes: T = sum of counts, B = number of spans, M = longest page table.
+
+    Args:
+        page_stride: as the KV cache has it.
     """
     counts = np.array([s.count for s in spans])
     table = np.zeros((len(spans), max(len(s.pages) for s in spans)), np.int32)  # [B, M]
     for row, span in zip(table, spans, strict=True):
-        row[: len(span.pages)] = span.pages
+        row[: len(span.pages)] = np.asarray(span.pages, np.int32) * page_stride
     sequence = np.repeat(np.arange(len(spans), dtype=np.int32), counts)  # [T]
     ends = np.cumsum(counts)
     starts = np.repeat(ends - counts, counts)

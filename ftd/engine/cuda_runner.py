@@ -98,6 +98,7 @@ class CudaRunner:
             batch,
             self._most_pages,
             self._kv.page_tokens,
+            self._kv.page_stride,
             self._kv.scratch_page,
             self._device,
             forward,
@@ -140,7 +141,7 @@ class CudaRunner:
     def _eager(
         self, spans: Sequence[Span], sampling: Sequence[SamplingState | None], experts: Experts
     ) -> EagerResult:
-        step = padded(pack(spans, self._kv.page_tokens), self._most_pages)
+        step = padded(pack(spans, self._kv.page_tokens, self._kv.page_stride), self._most_pages)
         # recurrent layers are refused on the GPU: there are no states
         tensors = [getattr(step, name) for name in StepInput.__slots__ if name != "states"]
         step = StepInput(*(tensor.to(self._device) for tensor in tensors))

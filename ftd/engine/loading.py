@@ -48,7 +48,6 @@ from ftd.kernels.reference import TorchOps
 from ftd.kv.cache import KvCache
 from ftd.kv.disk import DiskStore, try_directory
 from ftd.kv.state_cache import StateCache
-from ftd.memory import vram
 from ftd.memory.machine import Machine, own_bytes, read_machine
 from ftd.memory.plan import MemoryPlan, act_dtype, plan_memory
 from ftd.model.architecture import Architecture, Model
@@ -333,7 +332,7 @@ def _on_gpu(
         plan.num_pages,
         plan.page_tokens,
         dtype,
-        DeviceMemory(device, vram.KV_CHUNK_BYTES),
+        memory,
         max(plan.num_pages, most_pages),
     )
     undo.callback(kv.close)

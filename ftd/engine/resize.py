@@ -39,6 +39,13 @@ def resize(core: EngineCore, num_pages: int, num_slots: int) -> Resizing:
         BudgetExceeded: a request is under way that is longer than the new pool; nothing changed.
     """
     _refuse_too_small(core, num_pages)
+    try:
+        return _resize(core, num_pages, num_slots)
+    finally:
+        core.kv.trim()
+
+
+def _resize(core: EngineCore, num_pages: int, num_slots: int) -> Resizing:
     began_s = time.monotonic()
     pages_were, slots_were = core.pages.num_pages, core.experts.counters().slots_total
     experts_evicted = 0

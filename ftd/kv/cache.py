@@ -35,6 +35,7 @@ class KvCache:
     """
 
     first_page = 0  # those below are no sequence's
+    page_stride = 1  # in k and v a sequence's page p is number p * page_stride
     states: StateCache | None = None  # of a model with recurrent layers
 
     def __init__(
@@ -91,6 +92,9 @@ class KvCache:
         for tensors in (self.k, self.v):
             for layer in tensors:
                 layer[target, :tokens] = layer[source, :tokens]
+
+    def trim(self) -> None:
+        """Give back what resizing has left over, if anything."""
 
     def close(self) -> None:
         """Give the memory back. Views that outlive this read zeros."""

@@ -304,8 +304,7 @@ class _Planner:
         rows = needs.chunk + config.max_running
         # one result of each route, and the hidden states of its expert, in float32
         routes = rows * mlp.experts_per_token * (needs.spec.hidden + 2 * mlp.inner) * 4
-        # the last chunk of each layer's keys and values is used in part
-        unused = 2 * len(needs.spec.attention_layers) * vram.KV_CHUNK_BYTES
+        unused = vram.CHUNKED_RANGES * vram.CHUNK_BYTES
         workspace = needs.workspace_bytes + routes + unused
         fixed = vram.OVERHEAD_BYTES + needs.dense_bytes + workspace
         budget = vram.budget_bytes(config, gpu)

@@ -22,7 +22,6 @@ from ftd.engine.loading import prepare
 from ftd.experts.host_pool import HostPool
 from ftd.kernels.cpu import native
 from ftd.kernels.reference import TorchOps
-from ftd.memory.vram import KV_CHUNK_BYTES
 from ftd.schedule.policy import Limits
 
 
@@ -54,8 +53,7 @@ def cuda_core(
         model = prepared.architecture.build(spec, weights, ops, dtype)
         memory = DeviceMemory(device, *((4096, cu) if cu else ()))
         pages = num_pages or plan.num_pages
-        kv_memory = memory if cu else DeviceMemory(device, KV_CHUNK_BYTES)
-        kv = CudaKvCache(spec, pages, plan.page_tokens, dtype, kv_memory, max_pages)
+        kv = CudaKvCache(spec, pages, plan.page_tokens, dtype, memory, max_pages)
         undo.callback(kv.close)
         experts = CudaExperts(
             spec, layout, pool, ops, memory,

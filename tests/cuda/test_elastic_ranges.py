@@ -25,14 +25,18 @@ MODEL = Path(__file__).parents[1] / "data" / "oracles" / "qwen3_moe"
 
 def test_addresses_stay_and_every_chunk_goes_back():
     cu = FakeDriver(8 * CHUNK)
-    room = DeviceMemory(CPU, CHUNK, cu).reserve(20 * CHUNK, CHUNK + 1)
+    memory = DeviceMemory(CPU, CHUNK, cu)
+    room = memory.reserve(20 * CHUNK, CHUNK + 1)
     address = room.address
     assert room.mapped_bytes == 2 * CHUNK == cu.created_bytes
     room.bytes().fill_(7)
     room.resize(5 * CHUNK)
     assert room.address == address and (room.bytes()[: 2 * CHUNK] == 7).all()
     room.resize(CHUNK)
-    assert cu.created_bytes == CHUNK and (room.bytes() == 7).all()
+    assert (room.bytes() == 7).all()
+    assert cu.created_bytes == 5 * CHUNK and memory.free_bytes == 4 * CHUNK
+    memory.trim()
+    assert cu.created_bytes == CHUNK and memory.free_bytes == 0
     room.close()
     room.close()
     assert cu.created_bytes == 0 and not cu.ranges
@@ -54,27 +58,52 @@ def test_a_range_that_cannot_grow_is_as_it_was():
     assert cu.created_bytes == 0 and not cu.ranges
 
 
+def test_what_one_range_gives_up_another_takes_without_the_driver():
+    cu = FakeDriver(6 * CHUNK)
+    memory = DeviceMemory(CPU, CHUNK, cu)
+    slots, pages = memory.reserve(9 * CHUNK, 4 * CHUNK), memory.reserve(9 * CHUNK, 2 * CHUNK)
+    created = set(cu.chunks)
+    for _ in range(3):
+        slots.resize(CHUNK)
+        pages.resize(5 * CHUNK)
+        pages.resize(2 * CHUNK)
+        slots.resize(4 * CHUNK)
+    assert set(cu.chunks) == created and memory.free_bytes == 0
+    slots.close()
+    pages.close()
+    assert not cu.chunks and not cu.ranges
+
+
 def small_cache(cu: FakeDriver) -> CudaKvCache:
-    layers = tuple(
-        LayerSpec(AttentionSpec(8, n, 64, rope=None, softmax_scale=1.0), DenseSpec(16))
-        for n in (1, 2)
-    )
-    spec = ModelSpec("test", 32, 100, layers, 1e-6, True, 1024, (0,))
+    layer = LayerSpec(AttentionSpec(8, 2, 64, rope=None, softmax_scale=1.0), DenseSpec(16))
+    spec = ModelSpec("test", 32, 100, (layer,) * 3, 1e-6, True, 1024, (0,))
     return CudaKvCache(spec, 3, 4, torch.float32, DeviceMemory(CPU, CHUNK, cu), max_pages=40)
+
+
+def test_a_page_is_one_run_of_bytes_of_which_each_layer_sees_its_part():
+    cache = small_cache(FakeDriver(10**6))
+    for i, tensor in enumerate(tensor for both in zip(cache.k, cache.v) for tensor in both):
+        for page in range(4):
+            tensor[page * cache.page_stride] = 10 * page + i
+    for page in range(4):
+        values = [cache.pages[page, i].unique().tolist() for i in range(6)]
+        assert values == [[10 * page + i] for i in range(6)]
+    cache.copy(1, 2, 3)
+    assert (cache.pages[2, :, :3] == cache.pages[1, :, :3]).all()
+    assert (cache.pages[2, 0, 3] == 20).all()
+    cache.close()
 
 
 def test_pages_keep_what_they_hold_and_new_ones_are_numbers():
     cu = FakeDriver(10**6)
     cache = small_cache(cu)
     addresses = [tensor.data_ptr() for tensor in (*cache.k, *cache.v)]
-    for tensor in (*cache.k, *cache.v):
-        tensor[1:4] = 5.0
+    cache.pages[1:4] = 5.0
     cache.resize(30)
-    for tensor in (*cache.k, *cache.v):
-        assert (tensor[1:4] == 5).all() and not tensor[4:31].any()
+    assert (cache.pages[1:4] == 5).all() and not cache.pages[4:31].any()
     cache.move([(3, 20)])
     cache.resize(20)
-    assert all((tensor[20] == 5).all() for tensor in (*cache.k, *cache.v))
+    assert (cache.pages[20] == 5).all()
     assert [tensor.data_ptr() for tensor in (*cache.k, *cache.v)] == addresses
     with pytest.raises(AssertionError):
         cache.resize(41)
@@ -83,13 +112,13 @@ def test_pages_keep_what_they_hold_and_new_ones_are_numbers():
 
 
 def test_a_cache_that_cannot_grow_is_as_it_was():
-    cu = FakeDriver(10 * CHUNK)
+    cu = FakeDriver(20 * CHUNK)
     cache = small_cache(cu)
     before = cu.created_bytes
     with pytest.raises(BudgetExceeded):
         cache.resize(40)
     assert (cache.num_pages, cu.created_bytes) == (3, before)
-    assert not cache.v[1][:4].any()
+    assert not cache.pages[:4].any()
     cache.close()
 
 
