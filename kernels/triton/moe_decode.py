@@ -200,21 +200,32 @@ def moe_decode(
     x: torch.Tensor,  # [T, H] act, contiguous, T <= MAX_ROWS
     ids: torch.Tensor,  # [T, K] int32, contiguous, -1: route not in use
     weights: torch.Tensor,  # [T, K] float32, contiguous
+    address: torch.Tensor,  # [E] int64
+    layout: ExpertLayout,
+    fill: torch.Tensor | None = None,
+    tuning: Tuning = DEFAULT,
+) -> torch.Tensor:  # [T, H] float32
+    return combine(route_products(x, ids, address, layout, fill, tuning), ids, weights)
+
+
+def route_products(
+    x: torch.Tensor,  # [T, H] act, contiguous, T <= MAX_ROWS
+    ids: torch.Tensor,  # [T, K] int32, contiguous, -1: route not in use
     address: torch.Tensor,  # [E] int64: records in GPU memory or pinned host memory, mixed at will
     layout: ExpertLayout,
     fill: torch.Tensor | None = None,  # [E] int64: where to store the record as it is read; 0: not
     tuning: Tuning = DEFAULT,
-) -> torch.Tensor:  # [T, H] float32
+) -> torch.Tensor:  # [T * K, H] float32: down(silu(gate x) · up x) of each route in use
     (T, H), K = x.shape, ids.shape[1]
     inner = layout.inner
-    assert T <= MAX_ROWS and layout.hidden == H and ids.shape == weights.shape, (x.shape, ids.shape)
-    assert all(a.is_contiguous() for a in (x, ids, weights, address)), (x.stride(), ids.stride())
+    assert T <= MAX_ROWS and layout.hidden == H and len(ids) == T, (x.shape, ids.shape)
+    assert all(a.is_contiguous() for a in (x, ids, address)), (x.stride(), ids.stride())
     assert ids.dtype == torch.int32 and address.dtype == torch.int64, (ids.dtype, address.dtype)
     assert fill is None or fill.shape == address.shape, fill
     h = torch.empty(T * K, inner, dtype=x.dtype, device=x.device)
     y = torch.empty(T * K, H, dtype=torch.float32, device=x.device)
     if T == 0:
-        return y.view(T, K, H).sum(1)
+        return y
     itemsize = layout.format.dtype.itemsize
     shared = dict(  # noqa: C408 - arguments, as a call spells them
         T=T, K=K, H=H, I=inner,
@@ -234,7 +245,7 @@ def moe_decode(
         DOWN=layout.down_offset, TAIL=tail, TAIL_BYTES=layout.record_bytes - tail,
         ROWS=rows, COLUMNS=columns, **shared,
     )  # fmt: skip
-    return combine(y, ids, weights)
+    return y
 
 
 def combine(
