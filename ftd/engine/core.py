@@ -8,7 +8,7 @@ written again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -28,22 +28,17 @@ from ftd.engine.api import (
 )
 from ftd.engine.batch import Span
 from ftd.engine.figures import Totals
+from ftd.engine.holdings import Holdings
 from ftd.engine.meter import Meter
-from ftd.engine.recurrence import Recurrence
-from ftd.engine.restoring import Restoring
 from ftd.engine.runner import Runner, StepResult
 from ftd.engine.sampling import Draw, SamplingState, token_logprob
 from ftd.errors import ConstraintFailed, EngineFailed
 from ftd.experts.runtime import ExpertCounters, ResidencyMap
 from ftd.experts.slots import Resized
 from ftd.experts.trace import TraceRecorder
-from ftd.kv.anchor_book import AnchorBook
-from ftd.kv.anchors import Anchor, AnchorInfo, AnchorKind, Ended, Resumed
+from ftd.kv.anchors import AnchorInfo, Ended, Resumed
 from ftd.kv.cache import KvCache
 from ftd.kv.disk import DiskStore
-from ftd.kv.pages import PagePool
-from ftd.kv.prefix_tree import Part, PrefixTree, Reuse
-from ftd.kv.value import rank_of_pages
 from ftd.model.architecture import Experts, Model
 from ftd.schedule.policy import Limits, Run, SequenceView, StepPlan, next_in_line, plan_step
 from ftd.schedule.rates import Rates
@@ -66,7 +61,6 @@ class Answering:
     sampling: SamplingState
     scores: list[TokenLogprob | None] = field(default_factory=list)  # of the prompt, if asked for
     announced: bool = False  # reused_tokens and prompt_logprobs have gone out
-    ended: Ended = Ended.NOTHING  # why the prefix tree's last match did
     resumed: Resumed | None = None
 
     @property
@@ -131,13 +125,9 @@ class EngineCore:
         self.runner = runner
         self.kernels = kernels  # what computes, for people
         self.limits = limits
-        self.pages = PagePool(kv.num_pages, kv.page_tokens, kv.first_page)
-        self.tree = PrefixTree(self.pages, rank_of_pages, clock)
-        self.anchors = AnchorBook(self.tree)
+        self.held = Holdings(kv, limits.max_running, clock)
+        self.pages, self.tree = self.held.pages, self.held.tree
         self.wake: Callable[[], None] = lambda: None  # from any thread: there is work again
-        self.restoring = self._restoring(None)
-        num_states = kv.states.num_slots if kv.states else 0
-        self.recurrence = Recurrence(num_states, limits.max_running, kv.page_tokens, clock)
         self.rates = Rates()
         self.totals = Totals()
         self._waiting: dict[str, Answering] = {}  # in order of arrival
@@ -159,7 +149,7 @@ class EngineCore:
         sampling = SamplingState(request.sampling, request.prompt_ids, request.constraint)
         self._waiting[sequence.key] = Answering(sequence, sampling)
         if not self._waiting[sequence.key].wants_scores:
-            self.restoring.begin(sequence)
+            self.held.restoring.begin(sequence)
 
     def end(self, request_id: str, finish: Finish = Finish.CANCELLED) -> bool:
         """Forget a request; its finished pages stay cached. False: it is over already.
@@ -167,11 +157,11 @@ class EngineCore:
         Args:
             finish: STOP if the text layer has found a stop string, which is a good end.
         """
-        self.restoring.forget(request_id)
+        self.held.restoring.forget(request_id)
         answering = self._waiting.pop(request_id, None) or self._running.pop(request_id, None)
         if answering is None:
             return False
-        self._give_back(answering.sequence, answered=finish is Finish.STOP)
+        self.held.give_back(answering.sequence, answered=finish is Finish.STOP)
         if finish is Finish.STOP:
             self.totals.finished += 1
         else:
@@ -179,22 +169,19 @@ class EngineCore:
         return True
 
     def has_work(self) -> bool:
-        return bool(self._running or self._ready() or self.restoring.has_arrived)
+        return bool(self._running or self._ready() or self.held.restoring.has_arrived)
 
     def keep_on_disk(self, store: DiskStore) -> None:
         """From now on; what it holds is found, what ends is written."""
         store.wake = self._woken
-        self.restoring = self._restoring(store)
+        self.held.keep_on_disk(store)
 
     def _woken(self) -> None:
         self.wake()  # whatever that is by then
 
-    def _restoring(self, store: DiskStore | None) -> Restoring:
-        return Restoring(store, self.tree, self.pages, self.kv, self.anchors)
-
     def _ready(self) -> list[Answering]:
         """Those that wait for their turn, and not for the disk."""
-        return [a for key, a in self._waiting.items() if not self.restoring.waits(key)]
+        return [a for key, a in self._waiting.items() if not self.held.restoring.waits(key)]
 
     def in_prefill(self, request_id: str) -> bool:
         return request_id in self._prefilling
@@ -218,7 +205,7 @@ class EngineCore:
     def preempt(self, key: str) -> None:
         """Back to waiting; what it has computed stays cached while there is room."""
         victim = self._running.pop(key)
-        self._give_back(victim.sequence)
+        self.held.give_back(victim.sequence)
         victim.scores.clear()
         self._waiting[key] = victim
         self.totals.preempted += 1
@@ -230,7 +217,7 @@ class EngineCore:
         return self._complete(step, self._clock()) if step else []
 
     def close(self) -> None:
-        self.restoring.close()
+        self.held.restoring.close()
         self._close()
 
     def warm_up(self) -> None:
@@ -249,8 +236,9 @@ class EngineCore:
             for output in self.step():
                 if output.error:
                     raise output.error
-        self._forget_all()
+        self.held.forget_all()
         self.totals = Totals()
+        self.held.pages_evicted = 0
         self._fault = fault
 
     # ---- a step
@@ -261,7 +249,7 @@ class EngineCore:
         Raises whatever ``beat`` raises at a layer border: nothing is committed then.
         """
         began_s = self._clock()
-        self.restoring.take()
+        self.held.restoring.take()
         if not self._running and not self._ready():
             return []
         step = self._ahead or self._launch()
@@ -294,7 +282,7 @@ class EngineCore:
         except BaseException:
             self.experts.abandon_step()
             for span in spans:
-                self.recurrence.abandon(span.states)
+                self.held.recurrence.abandon(span.states)
             raise
         finally:
             self._prefilling = frozenset()
@@ -350,16 +338,8 @@ class EngineCore:
         return sequence.view(self.pages.num_exclusive(sequence.pages))
 
     def _view_after_reuse(self, answering: Answering) -> SequenceView:
-        return answering.sequence.view_after(*self._known(answering)[0])
-
-    def _known(self, answering: Answering) -> tuple[Reuse, int | None, int]:
-        """What a sequence can begin with, the limit to match it with, and how far pages agree."""
-        ids, limit = answering.sequence.ids, self._reusable(answering)
-        known = self.tree.peek(ids, limit)
-        tokens = self.recurrence.within(ids, known.tokens)
-        if tokens == known.tokens:
-            return known, limit, known.tokens
-        return self.tree.peek(ids, tokens), tokens, known.tokens
+        known = self.held.known(answering.sequence.ids, self._reusable(answering))
+        return answering.sequence.view_after(*known.reuse)
 
     def _reusable(self, answering: Answering) -> int | None:
         return 0 if answering.wants_scores and not answering.announced else None
@@ -367,64 +347,34 @@ class EngineCore:
     def _carry_out(self, plan: StepPlan) -> None:
         for key in plan.preempt:
             self.preempt(key)
-        parts: dict[str, Part] = {}
-        agreed: dict[str, int] = {}
-        for key in plan.admit:
-            answering = self._running[key] = self._waiting.pop(key)
-            _, limit, agreed[key] = self._known(answering)
-            match = self.tree.match(answering.sequence.ids, limit)
-            answering.sequence.start(match.pages, self.kv.page_tokens)
-            answering.ended = match.ended
-            if match.part:
-                parts[key] = match.part
+        admitted = [self._waiting.pop(key) for key in plan.admit]
+        self._running.update((a.sequence.key, a) for a in admitted)
         for key in plan.passed_over:
             self._running[key].sequence.passed_over += 1
-        running_now = {run.key for run in plan.runs}
-        later = sum(key not in running_now for key in parts)  # pages no run of the plan counts
-        self._make_free(plan.new_pages + later)
-        if self.pages.free < plan.new_pages + later:  # what is to be copied from is in the way
-            self.pages.release(part.page for part in parts.values())
-            parts.clear()
-            self._make_free(plan.new_pages)
-        for key, part in parts.items():
-            self._copy_part(self._running[key].sequence, part)
-        for key in plan.admit:
-            sequence = self._running[key].sequence
-            if not self.recurrence.start(sequence, agreed[key]):
-                self.pages.release(sequence.leave())
-            self._count_reused(sequence)
+        ended = self.held.begin(
+            [(a.sequence, self._reusable(a)) for a in admitted],
+            plan.new_pages,
+            {run.key for run in plan.runs},
+        )
+        for answering in admitted:
+            self._count_reused(answering, ended[answering.sequence.key])
 
-    def _make_free(self, num_pages: int) -> None:
-        if num_pages > self.pages.free:
-            self.totals.pages_evicted += self.tree.evict(num_pages - self.pages.free)
-
-    def _copy_part(self, sequence: Sequence, part: Part) -> None:
-        """Go on in a page of one's own with the tokens that a page of the tree begins with."""
-        pages = self.pages.allocate(1)
-        assert pages is not None, self.pages.free
-        self.kv.copy(part.page, pages[0], part.tokens)
-        self.pages.release((part.page,))
-        sequence.pages.extend(pages)
-        sequence.computed += part.tokens
-
-    def _count_reused(self, sequence: Sequence) -> None:
-        if sequence.reused is None:
-            sequence.reused = sequence.computed
-            self.totals.reused_tokens += sequence.computed
-            self._note_resumed(self._running[sequence.key])
-
-    def _note_resumed(self, answering: Answering) -> None:
+    def _count_reused(self, answering: Answering, ended: Ended) -> None:
+        """Args:
+        ended: why the prefix tree's match did.
+        """
         sequence = answering.sequence
-        anchor = self.anchors.resumed(sequence.ids, sequence.computed, sequence.request.session)
-        ended = answering.ended
+        if sequence.reused is not None:  # it was preempted, and comes back
+            return
+        sequence.reused = sequence.computed
+        self.totals.reused_tokens += sequence.computed
         if sequence.pending == 1:
             ended = Ended.WHOLE
         elif answering.wants_scores:
             ended = Ended.OFF
         elif ended is Ended.WHOLE:  # of what a state is kept for
             ended = Ended.STATE
-        passed = Anchor(anchor.position, anchor.kind) if anchor else None
-        answering.resumed = Resumed(ended, passed)
+        answering.resumed = Resumed(ended, self.held.resumed(sequence))
 
     def _within_scored_rows(self, runs: Seq[Run]) -> list[Run]:
         return [
@@ -446,24 +396,17 @@ class EngineCore:
         """The next tokens of a sequence, with pages for them."""
         sequence = answering.sequence
         begin, end = sequence.computed, sequence.computed + tokens
-        lacking = -(-end // self.kv.page_tokens) - len(sequence.pages)
-        if lacking > 0:
-            pages = self.pages.allocate(lacking)
-            assert pages is not None, (lacking, self.pages.free)
-            sequence.pages.extend(pages)
+        self.held.extend(sequence, end)
         last = int(end == len(sequence.ids))
         logits = tokens if self._scoring(sequence.key) else last
-        states = self.recurrence.step(sequence, tokens)
+        states = self.held.recurrence.step(sequence, tokens)
         return Span(sequence.ids[begin:end], begin, sequence.pages, logits, states)
 
     def _span_ahead(self, answering: Answering) -> Span:
         """The token that the running step is about to bring, with a page for its keys."""
         sequence = answering.sequence
         begin = sequence.computed + 1
-        if begin // self.kv.page_tokens >= len(sequence.pages):
-            pages = self.pages.allocate(1)
-            assert pages is not None, self.pages.free
-            sequence.pages.extend(pages)
+        self.held.extend(sequence, begin + 1)
         return Span((0,), begin, sequence.pages, 1)
 
     def _sampling(self, answering: Answering, tokens: int) -> SamplingState | None:
@@ -476,16 +419,16 @@ class EngineCore:
             sequence = answering.sequence
             if not self._is_live(answering):
                 drawing.append(answering)  # of a step launched ahead: its token is surplus
-                self.recurrence.abandon(span.states)
+                self.held.recurrence.abandon(span.states)
                 continue
             if self._scoring(sequence.key):
                 self._score(answering, span, step.result.logits()[row : row + span.logits])
             row += span.logits
             sequence.computed += tokens
-            self.recurrence.commit(sequence, span.states)
+            self.held.recurrence.commit(sequence, span.states)
             sequence.passed_over = 0
             if tokens > 1:
-                self._keep(sequence)
+                self.held.keep(sequence)
             if sequence.pending == 0:
                 drawing.append(answering)
         pairs = list(zip(drawing, draws, strict=True))
@@ -508,11 +451,9 @@ class EngineCore:
             log.error("request.failed", request=request.request_id, cause=str(draw))
             del self._running[request.request_id]
             if isinstance(draw, ConstraintFailed):
-                self._give_back(sequence)  # what is computed is sound
+                self.held.give_back(sequence)  # what is computed is sound
             else:
-                self.recurrence.leave(sequence, keep=False)
-                self.pages.release(sequence.leave())
-                self._forget_all()  # its earlier chunks are in there, and may be damaged
+                self.held.throw_away(sequence)
             self.totals.failed += 1
             return Output(request.request_id, finish=Finish.ERROR, error=draw)
         sequence.ids.append(draw.token)
@@ -529,13 +470,13 @@ class EngineCore:
             finish,
         )
         if first:
-            self._note_anchors(sequence, request.anchors)
+            self.held.note_anchors(sequence, request.anchors)
         if finish:
             del self._running[request.request_id]
-            self._give_back(sequence, answered=True)
+            self.held.give_back(sequence, answered=True)
             self.totals.finished += 1
         elif sequence.computed % self.kv.page_tokens == 0:
-            self._keep(sequence)
+            self.held.keep(sequence)
         return output
 
     def _finish(self, sequence: Sequence, token: int) -> Finish | None:
@@ -552,60 +493,16 @@ class EngineCore:
         room = pages * self.kv.page_tokens - sequence.prompt_tokens
         return min(sequence.request.max_tokens, room)
 
-    def _keep(self, sequence: Sequence) -> None:
-        """Let the prefix tree have what is computed so far."""
-        chance = self._chance(sequence)
-        self.tree.insert(sequence.ids[: sequence.computed], sequence.pages, chance=chance)
-
-    def _chance(self, sequence: Sequence) -> float:
-        return self.anchors.first_chance(sequence.request.session, sequence.prompt_tokens)
-
-    def _note_anchors(self, sequence: Sequence, anchors: Iterable[Anchor]) -> None:
-        ids = sequence.ids[: sequence.computed]
-        self.anchors.note(ids, anchors, sequence.request.session, sequence.prompt_tokens)
-
-    def _give_back(self, sequence: Sequence, *, answered: bool = False) -> None:
-        ids, chance = sequence.ids[: sequence.computed], self._chance(sequence)
-        self.tree.insert(ids, sequence.pages, ends=True, chance=chance)
-        if not sequence.request.passing:
-            self.restoring.offer(sequence, chance, answered)
-        turn = [Anchor(sequence.computed, AnchorKind.TURN)] if answered and ids else []
-        self._note_anchors(sequence, [*sequence.request.anchors, *turn])
-        self.recurrence.leave(sequence)
-        self.pages.release(sequence.leave())
-
-    def _forget_all(self) -> None:
-        """Nothing that was computed before is used by a later request."""
-        self.tree.clear()
-        self.recurrence.clear()
-
     # ---- figures
 
     def drop_anchors(self, session: str | None) -> int:
-        """Forget what ``session`` alone has used, or all that nobody uses; returns pages freed.
-
-        What is on disk goes only with all.
-        """
-        if session is None:
-            self.restoring.clear()
-            self.recurrence.clear()
-        return self.anchors.drop(session)
+        """Forget what ``session`` alone has used, or all that nobody uses; returns pages freed."""
+        return self.held.drop_anchors(session)
 
     def anchor_infos(self, session: str | None = None) -> tuple[AnchorInfo, ...]:
         """Anchors of one session, or all: those in memory, then those on disk alone."""
-        infos = figures.anchors(
-            self.anchors,
-            self.restoring.on_disk(),
-            self.anchors.with_states(self.recurrence.store),
-            figures.AnchorCosts(
-                token_bytes=self.kv.page_bytes / self.kv.page_tokens,
-                state_bytes=self.kv.states.slot_bytes if self.kv.states else 0,
-                token_s=self.rates.line[1] if self.rates.chunk_tokens else 0.0,
-            ),
-            is_idle=self.pages.is_idle,
-            now_s=self._clock(),
-        )
-        return tuple(info for info in infos if session in (None, info.session))
+        token_s = self.rates.line[1] if self.rates.chunk_tokens else 0.0
+        return self.held.anchor_infos(session, token_s)
 
     def _measure(self, runs: Seq[tuple[Answering, int]], drawn: int, seconds: float) -> None:
         rows = sum(tokens == 1 for _, tokens in runs)
@@ -619,7 +516,8 @@ class EngineCore:
         now_s = self._clock()
         return figures.status(
             self.pages,
-            self.recurrence,
+            self.held.pages_evicted,
+            self.held.recurrence,
             self.experts.counters(),
             self.totals,
             self._meter,

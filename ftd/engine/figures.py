@@ -29,11 +29,11 @@ class Totals:
     cancelled: int = 0
     failed: int = 0
     preempted: int = 0
-    pages_evicted: int = 0  # of the prefix cache, for lack of room
 
 
 def status(
     pages: PagePool,
+    pages_evicted: int,
     recurrence: Recurrence,
     experts: ExpertCounters,
     totals: Totals,
@@ -50,6 +50,7 @@ def status(
         pages_held=pages.held,
         pages_cached=pages.idle,
         page_tokens=pages.page_tokens,
+        pages_evicted=pages_evicted,
         states_total=recurrence.pool.num_slots,
         states_free=recurrence.pool.free,
         states_held=recurrence.pool.held,

@@ -56,7 +56,7 @@ def observe(core: EngineCore) -> Observed:
         steps=totals.steps,
         prompt_tokens=totals.prompt_tokens,
         reused_tokens=totals.reused_tokens,
-        evicted_pages=totals.pages_evicted,
+        evicted_pages=core.held.pages_evicted,
         resident=np.sort(values[here]),
         absent=np.sort(values[~here])[::-1],
     )

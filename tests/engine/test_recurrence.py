@@ -44,7 +44,9 @@ def recurrent_core(model: Path, kept: int | None = None, **settings):
     with engine_core(model, **settings) as core:
         if kept is not None:
             live = LIVE_STATES * int(settings["max_running"])
-            core.recurrence = Recurrence(live + kept, int(settings["max_running"]), PAGE_TOKENS)
+            core.held.recurrence = Recurrence(
+                live + kept, int(settings["max_running"]), PAGE_TOKENS
+            )
         yield core
         check_states_at_rest(core)
 
@@ -53,7 +55,7 @@ def check_states_at_rest(core) -> None:
     status = core.status()
     assert status.states_total > 0
     assert status.states_free + status.states_held == status.states_total
-    assert status.states_held == status.states_cached == len(core.recurrence.store)
+    assert status.states_held == status.states_cached == len(core.held.recurrence.store)
 
 
 @pytest.fixture(scope="module", params=["qwen3_next", "qwen3_5_moe"])
@@ -199,9 +201,9 @@ def test_without_the_page_that_its_state_lies_in_a_sequence_begins_before_it(
     one = replace(one, anchors=(Anchor(69, ROLE),))
     with recurrent_core(model) as core:
         answer_all(core, [one])
-        for kept in core.recurrence.store:
+        for kept in core.held.recurrence.store:
             if kept.position < 69 and not whole_page:
-                core.recurrence.store.drop(kept)
+                core.held.recurrence.store.drop(kept)
         match = core.tree.match
 
         def whole_pages(*arguments):  # as when no page is free to copy into

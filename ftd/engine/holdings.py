@@ -1,0 +1,197 @@
+"""What sequences hold, pages and recurrent states, and what is kept of them for others to use.
+
+The accounts of one model: page pool, prefix tree, anchors on the tree's pages, states, what is on
+disk. Who runs is not known here. Owned by the engine thread.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from ftd.engine import figures
+from ftd.engine.recurrence import Recurrence
+from ftd.engine.restoring import Restoring
+from ftd.kv.anchor_book import AnchorBook
+from ftd.kv.anchors import Anchor, AnchorInfo, AnchorKind, Ended
+from ftd.kv.cache import KvCache
+from ftd.kv.disk import DiskStore
+from ftd.kv.pages import PagePool
+from ftd.kv.prefix_tree import Part, PrefixTree, Reuse
+from ftd.kv.value import rank_of_pages
+from ftd.schedule.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a sequence can begin with."""
+
+    reuse: Reuse
+    limit: int | None  # to match it with
+    agreed: int  # tokens of it whose pages are known: states may be missing
+
+
+class Holdings:
+    def __init__(self, kv: KvCache, max_running: int, clock: Callable[[], float]) -> None:
+        self.kv = kv
+        self.pages = PagePool(kv.num_pages, kv.page_tokens, kv.first_page)
+        self.tree = PrefixTree(self.pages, rank_of_pages, clock)
+        self.anchors = AnchorBook(self.tree)
+        num_states = kv.states.num_slots if kv.states else 0
+        self.recurrence = Recurrence(num_states, max_running, kv.page_tokens, clock)
+        self.restoring = self._restoring(None)
+        self.pages_evicted = 0  # of the prefix cache, for lack of room
+        self._clock = clock
+
+    def keep_on_disk(self, store: DiskStore) -> None:
+        """From now on; what it holds is found, what ends is written."""
+        self.restoring = self._restoring(store)
+
+    def _restoring(self, store: DiskStore | None) -> Restoring:
+        return Restoring(store, self.tree, self.pages, self.kv, self.anchors)
+
+    # ---- beginnings
+
+    def known(self, ids: array[int], limit: int | None) -> Known:
+        reuse = self.tree.peek(ids, limit)
+        tokens = self.recurrence.within(ids, reuse.tokens)
+        if tokens == reuse.tokens:
+            return Known(reuse, limit, reuse.tokens)
+        return Known(self.tree.peek(ids, tokens), tokens, reuse.tokens)
+
+    def begin(
+        self,
+        newcomers: Iterable[tuple[Sequence, int | None]],
+        new_pages: int,
+        counted: AbstractSet[str],
+    ) -> Mapping[str, Ended]:
+        """Give sequences the beginnings that are known of them, and free pages for a step.
+
+        Args:
+            newcomers: with the limit of their match.
+            new_pages: that the step's runs need.
+            counted: keys whose own copy of a page ``new_pages`` includes.
+        Returns:
+            Why each match ended where it did.
+        """
+        ended: dict[str, Ended] = {}
+        begun: list[tuple[Sequence, int]] = []
+        parts: list[tuple[Sequence, Part]] = []
+        for sequence, limit in newcomers:
+            known = self.known(sequence.ids, limit)
+            match = self.tree.match(sequence.ids, known.limit)
+            sequence.start(match.pages, self.kv.page_tokens)
+            ended[sequence.key] = match.ended
+            begun.append((sequence, known.agreed))
+            if match.part:
+                parts.append((sequence, match.part))
+        later = sum(sequence.key not in counted for sequence, _ in parts)
+        self.make_free(new_pages + later)
+        if self.pages.free < new_pages + later:  # what is to be copied from is in the way
+            self.pages.release(part.page for _, part in parts)
+            parts.clear()
+            self.make_free(new_pages)
+        for sequence, part in parts:
+            self._copy_part(sequence, part)
+        for sequence, agreed in begun:
+            if not self.recurrence.start(sequence, agreed):
+                self.pages.release(sequence.leave())
+        return ended
+
+    def make_free(self, num_pages: int) -> None:
+        if num_pages > self.pages.free:
+            self.pages_evicted += self.tree.evict(num_pages - self.pages.free)
+
+    def _copy_part(self, sequence: Sequence, part: Part) -> None:
+        """Go on in a page of one's own with the tokens that a page of the tree begins with."""
+        pages = self.pages.allocate(1)
+        assert pages is not None, self.pages.free
+        self.kv.copy(part.page, pages[0], part.tokens)
+        self.pages.release((part.page,))
+        sequence.pages.extend(pages)
+        sequence.computed += part.tokens
+
+    def lacking(self, sequence: Sequence, tokens: int) -> int:
+        """Pages a sequence lacks for so many tokens from its beginning."""
+        return max(0, -(-tokens // self.kv.page_tokens) - len(sequence.pages))
+
+    def extend(self, sequence: Sequence, tokens: int) -> None:
+        """Give a sequence pages for so many tokens from its beginning; they are free."""
+        pages = self.pages.allocate(self.lacking(sequence, tokens))
+        assert pages is not None, (sequence.key, tokens, self.pages.free)
+        sequence.pages.extend(pages)
+
+    # ---- what stays
+
+    def keep(self, sequence: Sequence) -> None:
+        """Let the prefix tree have what is computed so far."""
+        chance = self._chance(sequence)
+        self.tree.insert(sequence.ids[: sequence.computed], sequence.pages, chance=chance)
+
+    def resumed(self, sequence: Sequence) -> Anchor | None:
+        """The anchor that a sequence which begins has come by last; counts as its use."""
+        anchor = self.anchors.resumed(sequence.ids, sequence.computed, sequence.request.session)
+        return Anchor(anchor.position, anchor.kind) if anchor else None
+
+    def note_anchors(self, sequence: Sequence, anchors: Iterable[Anchor]) -> None:
+        ids = sequence.ids[: sequence.computed]
+        self.anchors.note(ids, anchors, sequence.request.session, sequence.prompt_tokens)
+
+    def give_back(self, sequence: Sequence, *, answered: bool = False) -> None:
+        """All it holds; what is computed stays cached while there is room."""
+        ids, chance = sequence.ids[: sequence.computed], self._chance(sequence)
+        self.tree.insert(ids, sequence.pages, ends=True, chance=chance)
+        if not sequence.request.passing:
+            self.restoring.offer(sequence, chance, answered)
+        turn = [Anchor(sequence.computed, AnchorKind.TURN)] if answered and ids else []
+        self.note_anchors(sequence, [*sequence.request.anchors, *turn])
+        self.recurrence.leave(sequence)
+        self.pages.release(sequence.leave())
+
+    def throw_away(self, sequence: Sequence) -> None:
+        """All it holds, as what is computed may be damaged; so may be its earlier chunks."""
+        self.recurrence.leave(sequence, keep=False)
+        self.pages.release(sequence.leave())
+        self.forget_all()
+
+    def forget_all(self) -> None:
+        """Nothing that was computed before is used by a later request."""
+        self.tree.clear()
+        self.recurrence.clear()
+
+    def _chance(self, sequence: Sequence) -> float:
+        return self.anchors.first_chance(sequence.request.session, sequence.prompt_tokens)
+
+    # ---- anchors, for people
+
+    def drop_anchors(self, session: str | None) -> int:
+        """Forget what ``session`` alone has used, or all that nobody uses; returns pages freed.
+
+        What is on disk goes only with all.
+        """
+        if session is None:
+            self.restoring.clear()
+            self.recurrence.clear()
+        return self.anchors.drop(session)
+
+    def anchor_infos(self, session: str | None, token_s: float) -> tuple[AnchorInfo, ...]:
+        """Anchors of one session, or all: those in memory, then those on disk alone.
+
+        Args:
+            token_s: to compute a prompt token; 0: not known yet.
+        """
+        infos = figures.anchors(
+            self.anchors,
+            self.restoring.on_disk(),
+            self.anchors.with_states(self.recurrence.store),
+            figures.AnchorCosts(
+                token_bytes=self.kv.page_bytes / self.kv.page_tokens,
+                state_bytes=self.kv.states.slot_bytes if self.kv.states else 0,
+                token_s=token_s,
+            ),
+            is_idle=self.pages.is_idle,
+            now_s=self._clock(),
+        )
+        return tuple(info for info in infos if session in (None, info.session))
