@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define FTD_CPU_ABI 3
+#define FTD_CPU_ABI 4
 
 #if defined(__GNUC__)
 #define FTD_API __attribute__((visibility("default")))
@@ -30,6 +30,7 @@ enum FtdFault { FTD_BAD_TYPE = -1, FTD_BAD_SHAPE = -2, FTD_BAD_INDEX = -3 };
 
 typedef struct FtdPool FtdPool;
 typedef struct FtdOps FtdOps;
+typedef struct FtdService FtdService;
 
 // Where the threads of a pool run. Thread 0 is whoever calls an operation and is never moved.
 typedef struct {
@@ -94,11 +95,45 @@ FTD_API int32_t ftd_linear(FtdOps* ops, const void* x, int32_t act, const void* 
                            int32_t out, int64_t tokens, int64_t outputs, int64_t inputs);
 
 // y[T, H] f32 = Σ_k weights[t, k] · down(activation(gate x, up x)) of expert ids[t, k], in the
-// order of k.
+// order of k. Without weights (null) y is [T, K, H], each route's part by itself; those of unused
+// routes are left as they were.
 FTD_API int32_t ftd_moe(FtdOps* ops, const void* x, int32_t act, const int32_t* ids,
                         const float* weights, const int64_t* address, const FtdExpertLayout* layout,
                         const FtdActivation* activation, float* y, int64_t tokens, int64_t routes,
                         int64_t experts);
+
+// Where another processor asks for experts and is answered: memory that both see.
+//
+// Whoever asks stores head, ids and x, then a new number at the bell; the service computes what
+// ftd_moe without weights does and stores that number at the answer. One question at a time.
+typedef struct {
+  uint32_t* bell;
+  uint32_t* answer;
+  const int32_t* head;     // layer, tokens T
+  const int32_t* ids;      // [T, K], -1: not asked for
+  const void* x;           // [T, H]
+  float* y;                // [T, K, H]
+  const int64_t* address;  // [layers, experts]
+  int32_t layers;
+  int32_t most_tokens;
+  int32_t routes;  // K
+  int32_t experts;
+  int32_t act;
+  int32_t pad;
+  FtdExpertLayout layout;
+  FtdActivation activation;
+} FtdMailbox;
+
+// A thread that answers with the pool's help: it looks at the bell without a pause while somebody
+// may ring and sleeps otherwise. Null where no thread can be started.
+FTD_API FtdService* ftd_service_start(FtdOps* ops, const FtdMailbox* mailbox);
+FTD_API void ftd_service_stop(FtdService* service);  // the last call; what is asked is not answered
+// Somebody may ring from here on: once before each step; and a step like that is over.
+FTD_API void ftd_service_expect(FtdService* service);
+FTD_API void ftd_service_done(FtdService* service);
+FTD_API int32_t ftd_service_fault(FtdService* service);  // FtdFault of a question, 0: none so far
+// For tests: the thread is stuck from the next question on.
+FTD_API void ftd_service_stick(FtdService* service);
 
 // Causal attention of rows over paged keys and values; window 0: all positions up to the row's own.
 // sinks: a logit for each head that takes part in its softmax and has no value; may be null.

@@ -3,7 +3,8 @@
 //
 // Routes are sorted by expert, so each distinct expert is read once: 3 · H · I weights. Three jobs:
 // gate and up rows of all experts; down rows of all experts; each token's sum over its routes, in
-// the order of k whatever expert came first.
+// the order of k whatever expert came first. Without weights there is no sum: each route's part is
+// the result.
 #include <string.h>
 
 #include "ops.h"
@@ -246,6 +247,14 @@ extern "C" int32_t ftd_moe(FtdOps* ops, const void* x, int32_t act, const int32_
                     column + least(columns, first + down.rows), products + first, width);
         },
         node_ends(moe, pool, down));
+    if (!weights) {
+      for (int64_t r = 0; r < tokens * routes; ++r) {
+        if (moe.place[r] >= 0)
+          memcpy(y + r * hidden + column, products + moe.place[r] * width,
+                 size_t(columns) * sizeof *y);
+      }
+      continue;
+    }
     constexpr int64_t kColumns = 512;
     const int64_t strips = (columns + kColumns - 1) / kColumns;
     share(pool, tokens * strips, columns * (moe.num_routes + tokens) * 4, [&](int64_t unit, int) {

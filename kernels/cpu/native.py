@@ -25,7 +25,7 @@ from ..composed import ComposedOps
 from ..formats import FORMATS, ExpertLayout, Matrix, MatrixLayout, PackedMatrix
 from .topology import Node, default_threads, discover_nodes, place_threads, usable_cores
 
-ABI = 3
+ABI = 4
 PARK_AFTER_US = 200  # waking a sleeping worker costs 50 µs: more than a layer's work
 PREFETCH_CHOICES_BYTES = (0, 2048, 8192, 16384)
 CALIBRATION_TOKENS = (1, 3)  # three: with more, AMX takes over and finds its own way
@@ -109,6 +109,12 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         _I,
         (_P, _P, _I, _P, _P, _P, POINTER(_Layout), POINTER(_Activation), _P, _N, _N, _N),
     ),
+    "ftd_service_start": (_P, (_P, _P)),
+    "ftd_service_stop": (None, (_P,)),
+    "ftd_service_expect": (None, (_P,)),
+    "ftd_service_done": (None, (_P,)),
+    "ftd_service_fault": (_I, (_P,)),
+    "ftd_service_stick": (None, (_P,)),
     "ftd_attention": (
         _I,
         (_P, _P, _P, _P, _I, _P, _N, _P, _P, _P, _N, _N, _N, _N, _N, _F, _N, _P),
@@ -179,6 +185,7 @@ def load(
     threads: int | None = None,
     *,
     pin: bool = False,
+    park_after_us: int = PARK_AFTER_US,
     library: Path | None = None,
 ) -> NativeOps | None:
     """The C++ kernels with a pool of their own, or None: then ``unavailable_reason`` says why.
@@ -187,6 +194,7 @@ def load(
         isa: the value of --cpu-isa: an instruction set, or auto for the best one here.
         threads: the caller included; None: what suits the machine.
         pin: keep each worker on one processor.
+        park_after_us: see ``CpuPool``.
         library: another file than the installed one.
     Raises:
         ConfigError: ``isa`` is unknown or this processor lacks it.
@@ -196,7 +204,7 @@ def load(
     except LibraryUnavailable:
         return None
     name = opened.choose_isa(isa)
-    return NativeOps(CpuPool(opened, threads, pin=pin), name)
+    return NativeOps(CpuPool(opened, threads, pin=pin, park_after_us=park_after_us), name)
 
 
 def unavailable_reason(library: Path | None = None) -> str | None:
@@ -285,6 +293,12 @@ class NativeOps(ComposedOps):
         assert self._ops, isa
         # what the library is told of objects, by id: hashing a layout would cost as much as a call
         self._told: dict[int, tuple[object, Structure]] = {}
+
+    @property
+    def handle(self) -> int:
+        """For the other functions of the library."""
+        assert self._ops
+        return self._ops
 
     def close(self) -> None:
         """End the pool's threads; the last call."""

@@ -18,14 +18,6 @@ constexpr uint64_t kNoUnits = 0xffffffffu;  // low half of a ticket nobody can c
 constexpr int kSpinsPerClock = 64;          // looking at the clock costs more than a pause
 constexpr int kSpinsBeforeYield = 1 << 14;  // some 200 µs: the thread we wait for may need our core
 
-void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
 int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(
              std::chrono::steady_clock::now().time_since_epoch())

@@ -22,6 +22,15 @@ namespace ftd {
 
 constexpr int kCacheLine = 64;
 
+// One turn of a loop that waits for another core.
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
 // Memory that an operation takes piecewise and gives back as a whole. Grows to what the largest
 // operation needed and then allocates no more.
 class Arena {
