@@ -17,7 +17,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from ftd.kernels.cpu.service import Mailbox
+from ftd.kernels.divide import new_shared
 from ftd.kernels.formats import FORMATS, expert_layout
+from ftd.kernels.triton import divide
 from ftd.kernels.triton.ops import CudaOps
 
 POINTER = {
@@ -43,8 +46,8 @@ def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any
         elif isinstance(value, float):
             signature[parameter.name] = "fp32"
         else:
-            signature[parameter.name] = "i32"
-            if value % 16 == 0:
+            signature[parameter.name] = "i32" if value < 1 << 31 else "i64"
+            if value % 16 == 0 and not parameter.do_not_specialize:
                 attrs[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(self, signature, constants, attrs)
     key = (self.__name__, tuple(signature.items()), tuple(sorted(map(str, constants.items()))))
@@ -109,8 +112,24 @@ def launch_everything() -> None:
     ops.route(tensor(4, 512, dtype=f32), 10, False)
 
 
+def launch_division() -> None:
+    i32, i64, f32 = torch.int32, torch.int64, torch.float32
+    for T, K, E, act, asks in (
+        (1, 8, 128, torch.bfloat16, True), (8, 10, 512, torch.bfloat16, True),
+        (1, 8, 128, f32, True), (8, 8, 128, torch.bfloat16, False),
+    ):  # fmt: skip
+        box = Mailbox(8, K, 2048, act, pin=False) if asks else None
+        shared = new_shared(tensor(2, E, dtype=i64), 64, (1 << 40, 1 << 41), box)
+        ids, log, here = (tensor(T, K, dtype=i32) for _ in range(3))
+        divide.divide(
+            shared, 1, ids, tensor(T, dtype=torch.bool), tensor(T, 2048, dtype=act), log, here
+        )
+        divide.merge(shared, tensor(T * K, 2048, dtype=f32), log, here, tensor(T, K, dtype=f32))
+
+
 def main() -> None:
     launch_everything()
+    launch_division()
     for capability in map(int, sys.argv[1:]):
         for kernel, held, options in launched.values():
             target = GPUTarget("cuda", capability, 32)

@@ -1,0 +1,139 @@
+"""How a captured decode step divides a layer's experts: what it shares, and the meaning in torch.
+
+A route's expert is resident, or missed. Of m distinct missed ones the ``fetch_of[m]`` of highest
+worth are read over the link where they lie, and those that are worth it are stored in a lent slot
+on the way; the CPU computes the others where they lie and answers through the mailbox. Sums are
+made in the order of k, whoever computed a route: nothing is approximated.
+
+``kernels.triton.divide`` does the same in two launches beside those of the experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .cpu.service import Mailbox
+
+# what ``Shared.report`` begins with; the keys of stored experts follow
+STORED, WANTED, FETCHED, ON_CPU, KEYS = range(5)
+
+
+@dataclass(slots=True)
+class Shared:
+    """What the layers of captured steps read and leave behind, at fixed addresses.
+
+    Args:
+        slots: [begin, end) of the addresses that a resident expert may have.
+        mailbox: None: the CPU computes nothing, and every missed expert is fetched.
+    """
+
+    address: torch.Tensor  # [L, E] int64: slot or host record
+    worth: torch.Tensor  # [L, E] float32: of a slot; negative: not worth storing, at -worth - 1
+    fetch_of: torch.Tensor  # [M + 1] int32; more than M missed count as M
+    lent: torch.Tensor  # [R] int64: addresses of the slots that this step may fill; 0: none
+    fill: torch.Tensor  # [E] int64: of the running layer
+    report: torch.Tensor  # [KEYS + R] int32, set back at each step's start
+    asked: torch.Tensor  # [2] int32: whether the running layer asked the CPU; the last number rung
+    slots: tuple[int, int]
+    mailbox: Mailbox | None
+
+    def begin_step(self) -> None:
+        self.report[:KEYS].zero_()
+        self.report[KEYS:].fill_(-1)
+
+
+def new_shared(
+    address: torch.Tensor, lent: int, slots: tuple[int, int], mailbox: Mailbox | None
+) -> Shared:
+    device, experts = address.device, address.shape[1]
+    return Shared(
+        address=address,
+        worth=torch.zeros(address.shape, device=device),
+        fetch_of=torch.arange(experts + 1, dtype=torch.int32, device=device),
+        lent=torch.zeros(lent, dtype=torch.int64, device=device),
+        fill=torch.zeros(experts, dtype=torch.int64, device=device),
+        report=torch.zeros(KEYS + lent, dtype=torch.int32, device=device),
+        asked=torch.zeros(2, dtype=torch.int32, device=device),
+        slots=slots,
+        mailbox=mailbox,
+    )
+
+
+def divide(
+    shared: Shared,
+    row: int,  # of the layer
+    ids: torch.Tensor,  # [T, K] int32, the router's choice
+    active: torch.Tensor,  # [T] bool
+    x: torch.Tensor,  # [T, H] act
+    log: torch.Tensor,  # [T, K] int32, written: the choice, -1 in rows not in use
+    here: torch.Tensor,  # [T, K] int32, written: what the GPU computes; -1: not in use, or the CPU
+) -> None:
+    """Write ``log``, ``here`` and ``shared.fill``; ask the CPU for the rest."""
+    log.copy_(torch.where(active[:, None], ids, -1))
+    address, worth = shared.address[row].tolist(), shared.worth[row].tolist()
+    begin, end = shared.slots
+    used = sorted({e for e in log.flatten().tolist() if e >= 0})
+    missed = [e for e in used if not begin <= address[e] < end]
+    most = len(shared.fetch_of) - 1
+    count = len(missed)
+    if shared.mailbox is not None:
+        count = min(count, int(shared.fetch_of[min(count, most)]))
+    missed.sort(key=lambda e: (-_worth(worth[e]), e))
+    shared.report[FETCHED] += count
+    shared.report[ON_CPU] += len(missed) - count
+    _store(shared, row, [e for e in missed[:count] if worth[e] >= 0])
+    left = torch.isin(log, torch.tensor(missed[count:], dtype=torch.int32))
+    here.copy_(log.masked_fill(left, -1))
+    shared.asked[0] = bool(left.any())
+    if shared.asked[0]:
+        _ask(shared, row, log.masked_fill(~left, -1), x)
+
+
+def merge(
+    shared: Shared,
+    y: torch.Tensor,  # [T * K, H] float32: of the routes in ``here``
+    log: torch.Tensor,  # [T, K] int32
+    here: torch.Tensor,  # [T, K] int32
+    weights: torch.Tensor,  # [T, K] float32
+) -> torch.Tensor:  # [T, H] float32
+    """Σ_k weights · y, after the CPU's answer has come if it was asked."""
+    tokens, routes = log.shape
+    parts = y.view(tokens, routes, -1)
+    if shared.mailbox is not None and shared.asked[0]:
+        while int(shared.mailbox.answer) != int(shared.asked[1]):
+            pass
+        theirs = shared.mailbox.y.view(-1)[: parts.numel()].view(parts.shape)
+        parts = torch.where((here >= 0)[..., None], parts, theirs)
+    total = torch.zeros(tokens, parts.shape[2])
+    for k in range(routes):
+        total += torch.where((log[:, k] >= 0)[:, None], weights[:, k, None] * parts[:, k], 0.0)
+    return total
+
+
+def _worth(stored: float) -> float:
+    return stored if stored >= 0 else -stored - 1
+
+
+def _store(shared: Shared, row: int, admitted: Sequence[int]) -> None:
+    """Hand out lent slots, best first."""
+    shared.fill.zero_()
+    taken = int(shared.report[STORED])
+    for expert, place in zip(admitted, range(taken, len(shared.lent))):
+        if shared.lent[place]:
+            shared.fill[expert] = shared.lent[place]
+            shared.report[KEYS + place] = row * shared.address.shape[1] + expert
+            shared.report[STORED] += 1
+    shared.report[WANTED] += len(admitted)
+
+
+def _ask(shared: Shared, row: int, ids: torch.Tensor, x: torch.Tensor) -> None:
+    box = shared.mailbox
+    assert box is not None
+    box.ids.view(-1)[: ids.numel()] = ids.flatten()
+    box.x[: len(x)] = x
+    box.head[0], box.head[1] = row, len(x)
+    shared.asked[1] += 1
+    box.bell.copy_(shared.asked[1:])

@@ -1,0 +1,210 @@
+"""Dividing a layer's experts between slots, link and CPU, and adding up what each computed.
+
+    divide    one program: who computes which route, what is stored on the way, the question to the
+              CPU: stored in its mailbox, then a new number at its bell
+    merge     a program for (row, columns): waits for the answer if something was asked, then adds
+              in the order of k
+
+Numbers at bell and answer grow and wrap around, so a captured launch needs no constant that would
+differ between replays. Waiting backs off: a program looks, sleeps, and looks again.
+Reference: ``kernels.divide``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..divide import FETCHED, KEYS, ON_CPU, STORED, WANTED, Shared
+from .numbers import INTERPRETED, TL_DTYPE, power_of_2
+
+SLEEP_NS = 100  # between two looks over the link
+COPY_COLUMNS = 1024
+MERGE_COLUMNS = 512
+
+_STORED, _WANTED = tl.constexpr(STORED), tl.constexpr(WANTED)
+_FETCHED, _ON_CPU, _KEYS = tl.constexpr(FETCHED), tl.constexpr(ON_CPU), tl.constexpr(KEYS)
+
+
+@triton.jit
+def _ring(bell, number, SIGNAL: tl.constexpr):
+    """Everything stored before is seen by whoever sees the number."""
+    if SIGNAL:
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; st.relaxed.sys.global.u32 [$1], $2; mov.u32 $0, $2;",
+            "=r,l,r", [bell, number], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.store(bell.to(tl.pointer_type(tl.int32)), number)
+
+
+@triton.jit
+def _look(answer, SIGNAL: tl.constexpr):
+    """What is loaded afterwards is what was stored before the number that is seen."""
+    if SIGNAL:
+        seen = tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.u32 $0, [$1];",
+            "=r,l", [answer], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        seen = tl.load(answer.to(tl.pointer_type(tl.int32)))
+    return seen
+
+
+@triton.jit
+def _sleep(nanoseconds, SIGNAL: tl.constexpr):
+    if SIGNAL:
+        tl.inline_asm_elementwise(
+            "nanosleep.u32 $1; mov.u32 $0, $1;",
+            "=r,r", [nanoseconds], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["row"])
+def _divide_kernel(
+    ids, active, x, address, worth, fetch_of, lent, fill, report, asked, log, here,
+    bell, head, box_ids, box_x, slots_begin, slots_end, row,
+    T: tl.constexpr, K: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
+    MOST: tl.constexpr, LENT: tl.constexpr, ACT: tl.constexpr,
+    RP: tl.constexpr, EP: tl.constexpr, HP: tl.constexpr,
+    CPU: tl.constexpr, SIGNAL: tl.constexpr,
+):  # fmt: skip
+    r = tl.arange(0, RP)
+    on = r < T * K
+    in_use = on & (tl.load(active + r // K, mask=on, other=0).to(tl.int32) != 0)
+    expert = tl.load(ids + r, mask=in_use, other=-1)
+    tl.store(log + r, expert, mask=on)
+    record = tl.load(address + expert, mask=in_use, other=0)
+    missed = in_use & ((record < slots_begin) | (record >= slots_end))
+    stored_worth = tl.load(worth + expert, mask=missed, other=0.0)
+    value = tl.where(stored_worth >= 0, stored_worth, -stored_worth - 1)
+    same = expert[:, None] == expert[None, :]
+    earlier = tl.sum((same & (r[None, :] < r[:, None])).to(tl.int32), axis=1)
+    first = missed & (earlier == 0)  # one route of each expert
+    count = tl.sum(first.to(tl.int32), axis=0)
+    fetched = count
+    if CPU:
+        fetched = tl.minimum(tl.load(fetch_of + tl.minimum(count, MOST)), count)
+    better = (value[None, :] > value[:, None]) | (
+        (value[None, :] == value[:, None]) & (expert[None, :] < expert[:, None])
+    )
+    rank = tl.sum((first[None, :] & better).to(tl.int32), axis=1)
+    on_cpu = missed & (rank >= fetched)
+    tl.store(here + r, tl.where(on_cpu, -1, expert), mask=on)
+
+    admitted = first & (rank < fetched) & (stored_worth >= 0)
+    before = tl.sum((admitted[None, :] & (rank[None, :] < rank[:, None])).to(tl.int32), axis=1)
+    taken = tl.load(report + _STORED)
+    wanted = tl.load(report + _WANTED)
+    fetched_before = tl.load(report + _FETCHED)
+    on_cpu_before = tl.load(report + _ON_CPU)
+    place = taken + before
+    slot = tl.load(lent + place, mask=admitted & (place < LENT), other=0)
+    e = tl.arange(0, EP)
+    tl.store(fill + e, tl.zeros([EP], tl.int64), mask=e < E)
+    tl.debug_barrier()  # all have loaded and cleared what is stored now
+    store = slot != 0
+    tl.store(fill + expert, slot, mask=store)
+    tl.store(report + _KEYS + place, row * E + expert, mask=store)
+    tl.store(report + _STORED, taken + tl.sum(store.to(tl.int32), axis=0))
+    tl.store(report + _WANTED, wanted + tl.sum(admitted.to(tl.int32), axis=0))
+    tl.store(report + _FETCHED, fetched_before + fetched)
+    tl.store(report + _ON_CPU, on_cpu_before + count - fetched)
+
+    if CPU:
+        asks = count > fetched
+        number = tl.load(asked + 1) + 1
+        tl.debug_barrier()
+        if asks:
+            theirs = box_ids.to(tl.pointer_type(tl.int32)) + r
+            tl.store(theirs, tl.where(on_cpu, expert, -1), mask=on)
+            box = tl.multiple_of(box_x.to(tl.pointer_type(ACT)), 16)
+            h = tl.arange(0, HP)
+            for t in tl.static_range(T):
+                for start in tl.static_range(0, H, HP):
+                    c = start + h
+                    part = tl.load(x + t * H + c, mask=c < H, other=0.0)
+                    tl.store(box + t * H + c, part, mask=c < H)
+            to = head.to(tl.pointer_type(tl.int32))
+            tl.store(to, row)
+            tl.store(to + 1, T)
+            tl.store(asked + 1, number)
+            tl.debug_barrier()  # every thread has stored its part of the question
+            _ring(bell, number, SIGNAL)
+        tl.store(asked, asks.to(tl.int32))
+
+
+@triton.jit
+def _merge_kernel(
+    y, log, here, weights, out, asked, answer, box_y,
+    K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, SLEEP: tl.constexpr,
+    CPU: tl.constexpr, SIGNAL: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if CPU:
+        if tl.load(asked) != 0:
+            number = tl.load(asked + 1)
+            while _look(answer, SIGNAL) - number < 0:
+                _sleep(SLEEP, SIGNAL)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for k in tl.static_range(K):
+        route = t * K + k
+        mine = tl.load(here + route) >= 0
+        value = tl.load(y + route * H + h, mask=(h < H) & mine, other=0.0)
+        if CPU:
+            theirs = (tl.load(log + route) >= 0) & (mine == 0)
+            at = box_y.to(tl.pointer_type(tl.float32)) + route * H + h
+            value += tl.load(at, mask=(h < H) & theirs, other=0.0, cache_modifier=".cv")
+        acc += tl.load(weights + route) * value
+    tl.store(out + t * H + h, acc, mask=h < H)
+
+
+def divide(
+    shared: Shared,
+    row: int,
+    ids: torch.Tensor,  # [T, K] int32, contiguous
+    active: torch.Tensor,  # [T] bool
+    x: torch.Tensor,  # [T, H] act, contiguous
+    log: torch.Tensor,  # [T, K] int32, written
+    here: torch.Tensor,  # [T, K] int32, written
+) -> None:
+    """See ``kernels.divide.divide``."""
+    (T, K), H, E = ids.shape, x.shape[1], shared.address.shape[1]
+    assert all(a.is_contiguous() for a in (ids, active, x, log, here)), (ids.stride(), x.stride())
+    box = shared.mailbox
+    places = (0, 0, 0, 0)
+    if box is not None:
+        assert box.x.dtype == x.dtype and T <= len(box.x), (box.x.dtype, x.shape)
+        places = tuple(part.data_ptr() for part in (box.bell, box.head, box.ids, box.x))
+    routes = power_of_2(T * K)
+    _divide_kernel[(1,)](
+        ids, active, x, shared.address[row], shared.worth[row], shared.fetch_of, shared.lent,
+        shared.fill, shared.report, shared.asked, log, here, *places, *shared.slots, row,
+        T=T, K=K, H=H, E=E, MOST=len(shared.fetch_of) - 1, LENT=len(shared.lent),
+        ACT=TL_DTYPE[x.dtype], RP=routes, EP=power_of_2(E), HP=min(COPY_COLUMNS, power_of_2(H)),
+        CPU=box is not None, SIGNAL=not INTERPRETED, num_warps=1 if routes <= 16 else 4,
+    )  # fmt: skip
+
+
+def merge(
+    shared: Shared,
+    y: torch.Tensor,  # [T * K, H] float32, contiguous
+    log: torch.Tensor,  # [T, K] int32
+    here: torch.Tensor,  # [T, K] int32
+    weights: torch.Tensor,  # [T, K] float32, contiguous
+) -> torch.Tensor:  # [T, H] float32
+    """See ``kernels.divide.merge``."""
+    (T, K), H = log.shape, y.shape[1]
+    assert all(a.is_contiguous() for a in (y, log, here, weights)), (y.stride(), log.stride())
+    box = shared.mailbox
+    answer, box_y = (box.answer.data_ptr(), box.y.data_ptr()) if box is not None else (0, 0)
+    out = torch.empty(T, H, dtype=torch.float32, device=y.device)
+    block = min(MERGE_COLUMNS, power_of_2(H))
+    _merge_kernel[(T, triton.cdiv(H, block))](
+        y, log, here, weights, out, shared.asked, answer, box_y,
+        K=K, H=H, BLOCK=block, SLEEP=SLEEP_NS, CPU=box is not None, SIGNAL=not INTERPRETED,
+        num_warps=4,
+    )  # fmt: skip
+    return out

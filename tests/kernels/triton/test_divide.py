@@ -1,0 +1,114 @@
+"""Dividing experts and adding up: the kernels in triton's interpreter against their torch reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from ftd.kernels import divide as reference
+from ftd.kernels.cpu.service import Mailbox
+from ftd.kernels.divide import FETCHED, KEYS, ON_CPU, STORED, WANTED, new_shared
+from ftd.kernels.triton import divide as kernels
+
+LAYERS, EXPERTS, HIDDEN, ROW = 3, 12, 40, 1
+SLOTS = (1 << 40, (1 << 40) + (1 << 20))
+
+
+def shared_of(resident, worth, fetch_of, lent, *, cpu, routes):
+    address = torch.arange(LAYERS * EXPERTS).view(LAYERS, EXPERTS) * 64 + 4096
+    address[ROW, resident] += SLOTS[0]
+    mailbox = Mailbox(8, routes, HIDDEN, torch.float32, pin=False) if cpu else None
+    shared = new_shared(address, len(lent), SLOTS, mailbox)
+    shared.worth[ROW] = worth
+    shared.fetch_of = fetch_of
+    shared.lent.copy_(torch.tensor(lent))
+    shared.begin_step()
+    shared.fill.fill_(99)  # of the layer before
+    shared.asked[1] = 2**31 - 1  # the next number wraps around
+    return shared
+
+
+def run(module, shared, ids, active, x):
+    log, here = torch.full_like(ids, 77), torch.full_like(ids, 77)
+    module.divide(shared, ROW, ids, active, x, log, here)
+    return log, here
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+@pytest.mark.parametrize("tokens, routes", [(1, 1), (1, 4), (4, 4), (8, 3)])
+def test_both_divide_alike(tokens, routes, cpu):
+    generator = torch.Generator().manual_seed(tokens * routes)
+    for trial in range(12):
+        resident = torch.rand(EXPERTS, generator=generator) < (0.0, 0.3, 0.6, 1.0)[trial % 4]
+        worth = torch.rand(EXPERTS, generator=generator).round(decimals=1)  # with equal ones
+        worth = torch.where(torch.rand(EXPERTS, generator=generator) < 0.4, -worth - 1, worth)
+        fetch_of = torch.tensor([0, 1, 1, 2, 2, 3], dtype=torch.int32)
+        lent = [SLOTS[0] + 512 * i for i in range(3)]
+        lent[2] *= trial % 2  # two are lent, or three
+        ids = [torch.randperm(EXPERTS, generator=generator)[:routes] for _ in range(tokens)]
+        ids = torch.stack(ids).int()
+        active = torch.rand(tokens, generator=generator) < 0.8
+        x = torch.randn(tokens, HIDDEN, generator=generator)
+        both = [
+            shared_of(resident, worth, fetch_of, lent, cpu=cpu, routes=routes) for _ in range(2)
+        ]
+        mine, theirs = both
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(
+                run(kernels, mine, ids, active, x), run(reference, theirs, ids, active, x)
+            )
+        )
+        for name in ("fill", "report", "asked"):
+            assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
+        if cpu and mine.asked[0]:
+            for name in ("bell", "head", "ids", "x"):
+                assert torch.equal(getattr(mine.mailbox, name), getattr(theirs.mailbox, name)), name
+            assert mine.mailbox.bell == -(2**31)
+        elif cpu:
+            assert mine.mailbox.bell == 0
+        report, missed = mine.report, set(ids[active].flatten().tolist())
+        missed -= set(torch.nonzero(resident).flatten().tolist())
+        assert report[FETCHED] + report[ON_CPU] == len(missed)
+        assert (report[ON_CPU] > 0) == bool(mine.asked[0])
+        assert report[STORED] <= min(report[WANTED], 3)
+        assert (report[KEYS:] >= 0).sum() == report[STORED]
+
+
+def test_a_second_layer_goes_on_where_the_first_left_the_lent_slots():
+    ids, active, x = torch.tensor([[0, 1, 2]]).int(), torch.ones(1).bool(), torch.zeros(1, HIDDEN)
+    for module in (kernels, reference):
+        shared = shared_of(
+            torch.zeros(EXPERTS).bool(), torch.arange(12.0), torch.tensor([0, 1, 2]).int(),
+            [SLOTS[0], SLOTS[0] + 64, SLOTS[0] + 128], cpu=True, routes=3,
+        )  # fmt: skip
+        run(module, shared, ids, active, x)
+        assert shared.fill[:3].tolist() == [0, SLOTS[0] + 64, SLOTS[0]]
+        run(module, shared, ids, active, x)
+        assert shared.fill[:3].tolist() == [0, 0, SLOTS[0] + 128]
+        assert shared.report.tolist() == [3, 4, 4, 2, *(ROW * EXPERTS + e for e in (2, 1, 2))]
+
+
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("tokens, routes", [(1, 4), (8, 3)])
+def test_both_add_alike_whoever_computed(tokens, routes, asked):
+    torch.manual_seed(1)
+    shared = shared_of(
+        torch.zeros(EXPERTS).bool(), torch.zeros(EXPERTS), torch.tensor([0, 0]).int(), [0],
+        cpu=True, routes=routes,
+    )  # fmt: skip
+    log = torch.randint(-1, EXPERTS, (tokens, routes)).int()
+    here = torch.where(torch.rand(tokens, routes) < 0.5, log, -1) if asked else log.clone()
+    y = torch.randn(tokens * routes, HIDDEN)
+    y[here.flatten() < 0] = float("nan")
+    box = shared.mailbox
+    answers = box.y.view(-1)[: y.numel()].view(y.shape)
+    answers.copy_(torch.randn(y.shape))
+    answers[(here.flatten() >= 0) | (log.flatten() < 0)] = float("nan")
+    shared.asked[0], shared.asked[1], box.answer[0] = asked, -5, -5
+    weights = torch.rand(tokens, routes)
+    mine = kernels.merge(shared, y, log, here, weights)
+    assert mine.isfinite().all()
+    torch.testing.assert_close(mine, reference.merge(shared, y, log, here, weights))
