@@ -1,7 +1,8 @@
 """Slots: places that hold one expert each. Who is where, and on the CPU device the memory itself.
 
-A slot is free, *filling* (taken for an expert whose record is being copied) or *used* (its expert
-is resident). Free + filling + used is the number of slots after every operation.
+A slot is free, *filling* (taken for an expert whose record is being copied), *lent* (a step may
+store in it whatever it reads) or *used* (its expert is resident). Free + filling + lent + used is
+the number of slots after every operation.
 
 Keys are flat, layer * E + expert, where layers count among those with experts.
 """
@@ -36,6 +37,7 @@ class SlotTable:
         self._owner = [EMPTY] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))  # a stack: low slots first
         self._filling: dict[int, int] = {}  # key → slot
+        self._lent: set[int] = set()
 
     @property
     def num_slots(self) -> int:
@@ -46,13 +48,17 @@ class SlotTable:
         return len(self._free)
 
     @property
+    def num_lent(self) -> int:
+        return len(self._lent)
+
+    @property
     def filling(self) -> tuple[int, ...]:
         """Keys in the order in which they were taken."""
         return tuple(self._filling)
 
     @property
     def num_used(self) -> int:
-        return len(self._owner) - len(self._free) - len(self._filling)
+        return len(self._owner) - len(self._free) - len(self._filling) - len(self._lent)
 
     def owner(self, slot: int) -> int:
         """Key of the resident expert, or EMPTY."""
@@ -71,6 +77,25 @@ class SlotTable:
         self._owner[slot] = key
         self._slot_of[key] = slot
         return slot
+
+    def lend(self, most: int) -> tuple[int, ...]:
+        """Take up to ``most`` free slots for experts that are not known yet."""
+        slots = tuple(self._free.pop() for _ in range(min(most, len(self._free))))
+        self._lent.update(slots)
+        return slots
+
+    def settle(self, slot: int, key: int) -> bool:
+        """A lent slot holds the record of ``key``, or EMPTY: nothing.
+
+        False: it is free again, because it holds nothing or its expert is resident or on its way.
+        """
+        self._lent.remove(slot)
+        if key == EMPTY or self._slot_of[key] != EMPTY or key in self._filling:
+            self._free.append(slot)
+            return False
+        self._owner[slot] = key
+        self._slot_of[key] = slot
+        return True
 
     def abandon_fills(self) -> None:
         """What was being filled is worth nothing: those slots are free again."""
@@ -93,7 +118,7 @@ class SlotTable:
         Args:
             value: [L, E], what each expert is worth.
         """
-        assert not self._filling, self._filling
+        assert not self._filling and not self._lent, (self._filling, self._lent)
         assert 0 <= num_slots <= self._slot_of.size, (num_slots, self._slot_of.size)
         residents = np.flatnonzero(self._slot_of != EMPTY)
         order = np.argsort(value.ravel()[residents], kind="stable")

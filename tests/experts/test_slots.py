@@ -15,17 +15,18 @@ L, E = 3, 5
 
 
 class SlotMachine(RuleBasedStateMachine):
-    """The model: a set of resident keys, a set of filling ones, and what each slot holds."""
+    """The model: resident keys, filling ones, what each slot holds, and which slots are lent."""
 
     def __init__(self):
         super().__init__()
         self.table = SlotTable(L, E, 4)
         self.resident: dict[int, int] = {}
         self.filling: dict[int, int] = {}
+        self.lent: list[int] = []
         self.total = 4
 
     def free(self) -> int:
-        return self.total - len(self.resident) - len(self.filling)
+        return self.total - len(self.resident) - len(self.filling) - len(self.lent)
 
     @precondition(lambda self: self.free() > 0)
     @rule(data=st.data())
@@ -41,6 +42,21 @@ class SlotMachine(RuleBasedStateMachine):
         self.resident[key] = self.filling.pop(key)
         assert self.table.commit(key) == self.resident[key]
 
+    @rule(most=st.integers(0, 3))
+    def lend(self, most):
+        slots = self.table.lend(most)
+        assert len(slots) == min(most, self.free())
+        self.lent.extend(slots)
+
+    @precondition(lambda self: self.lent)
+    @rule(key=st.integers(EMPTY, L * E - 1))
+    def settle(self, key):
+        slot = self.lent.pop(0)
+        known = key == EMPTY or key in self.resident or key in self.filling
+        assert self.table.settle(slot, key) is not known
+        if not known:
+            self.resident[key] = slot
+
     @rule()
     def abandon_fills(self):
         self.table.abandon_fills()
@@ -53,7 +69,7 @@ class SlotMachine(RuleBasedStateMachine):
         self.table.evict(key)
         del self.resident[key]
 
-    @precondition(lambda self: not self.filling)
+    @precondition(lambda self: not self.filling and not self.lent)
     @rule(total=st.integers(0, L * E), seed=st.integers(0, 1000))
     def resize(self, total, seed):
         value = np.random.default_rng(seed).random((L, E))
@@ -72,9 +88,10 @@ class SlotMachine(RuleBasedStateMachine):
     def agrees(self):
         table = self.table
         assert table.num_free == self.free() and table.num_used == len(self.resident)
-        assert table.num_free + len(table.filling) + table.num_used == table.num_slots == self.total
+        taken = len(table.filling) + table.num_lent + table.num_used
+        assert table.num_free + taken == table.num_slots == self.total
         assert sorted(table.filling) == sorted(self.filling)
-        slots = [*self.resident.values(), *self.filling.values()]
+        slots = [*self.resident.values(), *self.filling.values(), *self.lent]
         assert len(set(slots)) == len(slots) and all(0 <= slot < self.total for slot in slots)
         for key in range(L * E):
             assert table.residency.ravel()[key] == self.resident.get(key, EMPTY)

@@ -1,4 +1,4 @@
-"""Dividing experts and adding up: the kernels in triton's interpreter against their torch reference."""
+"""Dividing experts and adding up: the kernels, interpreted, against their torch reference."""
 
 from __future__ import annotations
 
