@@ -140,7 +140,9 @@ class EngineStatus:
     failed: int = 0
     expert_hits: int = 0  # (step, layer, distinct expert) found in a slot
     expert_misses: int = 0
-    expert_fetched: int = 0  # misses read through into a slot
+    expert_fetched: int = 0  # misses whose weights came over the link
+    expert_on_cpu: int = 0  # misses computed where their weights are
+    expert_fill_bytes: int = 0  # of records that became resident
     expert_evicted: int = 0
     preempted: int = 0  # sequences put off for lack of pages
     pages_evicted: int = 0  # of the prefix cache, for lack of room

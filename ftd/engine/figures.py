@@ -60,6 +60,8 @@ def status(
         expert_hits=experts.hits,
         expert_misses=experts.misses,
         expert_fetched=experts.fetched,
+        expert_on_cpu=experts.on_cpu,
+        expert_fill_bytes=experts.fill_bytes,
         expert_evicted=experts.evicted,
         decode_tokens_per_s=meter.decode_tokens_per_s(),
         prefill_tokens_per_s=meter.prefill_tokens_per_s(),
