@@ -24,7 +24,7 @@ from ftd.experts.simulator import CONTENDERS, Outcome, compare, steps_of, synthe
 
 GB = 1e9
 BAR, GAP, ROW, LEFT, WIDTH = 14, 18, 4, 150, 420  # of the plot, in pixels
-COLOURS = ("#1b6ca8", "#9aa5b1", "#c3b091", "#d9d9d9", "#7fb77e")
+COLOURS = ("#1b6ca8", "#9aa5b1", "#c3b091", "#d9d9d9", "#7fb77e", "#b05f6d")
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ftd.experts.split import Rates
 
 GB = 1e9
+HANDSHAKE_S = 4e-6  # publish, wake and answer inside a graph; measured on the H200 machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,30 +20,56 @@ class Machine:
     dram_bytes_per_s: float
     hbm_bytes_per_s: float
     gemv_share: float = 0.88  # of the DRAM rate that the CPU experts reach
-    link_beside_cpu: float = 0.82  # measured on the H200 machine: 41 of 50 GB/s
-    dram_per_link_byte: float = 0.9  # measured there: the link takes 41 GB/s, the CPU loses 37
-    handshake_s: float = 4e-6  # publish, wake and answer; measured there
+    hbm_share: float = 0.69  # of the GPU's memory rate that its experts reach: 3.3 of 4.8 TB/s
+    link_beside_cpu: float = 0.82  # the part of its rate that the link keeps
+    dram_per_link_byte: float = 0.9  # what the CPU loses while the link reads a byte
+    handshake_s: float = HANDSHAKE_S
+    cpu_fixed_s: float = 0.0  # of a layer's experts on the CPU, beside the handshake
     link_fixed_s: float = 3e-6  # first bytes of a read over the link
-    layer_fixed_s: float = 90e-6  # attention, router, launches: all-resident decode at 545 tok/s
+    layer_fixed_s: float = 52e-6  # attention, router, launches, and the head's part
+    row_fixed_s: float = 11e-6  # more of it for each further row
 
-    def rates(self, expert_bytes: int) -> Rates:
+    def rates(self, expert_bytes: float) -> Rates:
         link, cpu = self.link_bytes_per_s, self.gemv_share * self.dram_bytes_per_s
         shared_link = self.link_beside_cpu * link
-        left = self.dram_bytes_per_s - self.dram_per_link_byte * shared_link
+        lost = self.dram_per_link_byte * shared_link / self.dram_bytes_per_s if cpu else 0.0
         return Rates(
             link_experts_per_s=link / expert_bytes,
             link_fixed_s=self.link_fixed_s,
             cpu_experts_per_s=cpu / expert_bytes,
-            cpu_fixed_s=self.handshake_s,
+            cpu_fixed_s=self.handshake_s + self.cpu_fixed_s,
             link_beside_cpu=self.link_beside_cpu,
-            cpu_beside_link=max(0.05, left / self.dram_bytes_per_s),
+            cpu_beside_link=max(0.05, 1 - lost),
         )
+
+    def hit_s(self, expert_bytes: float) -> float:
+        """To compute one resident expert."""
+        return expert_bytes / (self.hbm_share * self.hbm_bytes_per_s)
+
+    def fixed_s(self, batch: int) -> float:
+        """What a layer takes beside its experts."""
+        return self.layer_fixed_s + (batch - 1) * self.row_fixed_s
+
+
+def _h200(name: str, cpu_bytes_per_s: float, cpu_fixed_s: float, lost: float) -> Machine:
+    """Measured with the kernels that serve: experts of 9 MiB in bfloat16, 8, 2 and 1 at once."""
+    return Machine(
+        name,
+        50.9 * GB,
+        cpu_bytes_per_s,
+        4800 * GB,
+        gemv_share=1.0,
+        link_beside_cpu=0.975,
+        dram_per_link_byte=lost,
+        cpu_fixed_s=cpu_fixed_s,
+    )
 
 
 MACHINES: dict[str, Machine] = {
     machine.name: machine
     for machine in (
-        Machine("h200", 47.5 * GB, 137 * GB, 4800 * GB),
+        _h200("h200", 110.8 * GB, 37e-6, 0.27),  # 105, 84 and 77 GB/s; beside the link 92
+        _h200("h200-6-threads", 56.8 * GB, 19e-6, 0.075),  # 56, 47 and 51; beside the link 52
         Machine("5090-server", 52.7 * GB, 77.3 * GB, 1790 * GB),
         Machine("5090-desktop", 49 * GB, 53.8 * GB, 1790 * GB),
         Machine("4060-laptop", 11.8 * GB, 47.5 * GB, 256 * GB),

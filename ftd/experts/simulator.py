@@ -1,9 +1,10 @@
 """Replays recorded or synthetic routing against a machine's rates, one policy at a time. Pure.
 
 The default policy is the code that serves: ``policy.py`` and ``split.py``. Beside it stand what
-other systems do (LRU over the link, a fixed split, everything on the CPU) and a bound (Belady's
-choice, which knows the future). Time of a layer: the later of link and CPU for its misses, the hits
-at the GPU's memory rate, and a fixed part. Residency is fixed within a step for all of them.
+other systems do (LRU over the link, a fixed split, everything on the CPU), the same policy with
+every miss over the link, and a bound (Belady's choice, which knows the future). Time of a layer:
+the latest of link and CPU for its misses and the GPU's memory for its hits, and a fixed part.
+Residency is fixed within a step for all, and the default begins as a start does, with full slots.
 """
 
 from __future__ import annotations
@@ -17,9 +18,6 @@ import numpy as np
 from ftd.experts import policy
 from ftd.experts.machines import Machine
 from ftd.experts.split import Allowance, Rates, background_allowance, fetch_table, finish_s
-
-HBM_SHARE = 0.75  # of the GPU's memory rate that small GEMVs reach
-
 
 # ---- routing --------------------------------------------------------------------------------
 
@@ -93,17 +91,26 @@ class Default:
     """The policy that serves: values, read-through fills, background fills in idle link time."""
 
     def __init__(
-        self, used: np.ndarray, num_slots: int, rates: Rates, tuning: policy.Tuning | None = None
+        self,
+        used: np.ndarray,
+        num_slots: int,
+        rates: Rates,
+        tuning: policy.Tuning | None = None,
+        *,
+        link_only: bool = False,
     ) -> None:
         _, num_layers, num_experts = used.shape
+        most = int(used.sum(2).max())
         self._rates, self._tuning = rates, tuning or policy.Tuning()
-        self._fetch_of = fetch_table(rates, int(used.sum(2).max()))
+        self._fetch_of = range(most + 1) if link_only else fetch_table(rates, most)
         self._state = policy.new_state(num_layers, num_experts, float(used[0].sum(1).mean()))
         self.resident = np.zeros((num_layers, num_experts), bool)
-        self._free = num_slots
+        self.resident.T.flat[:num_slots] = True  # as the start fills them, evenly over the layers
+        self._free = max(0, num_slots - self.resident.size)
         self._plan = policy.plan(
-            self._state, self._tuning, self.resident, self.resident, num_slots, 0, Allowance(0, 0)
-        )
+            self._state, self._tuning, self.resident, self.resident & False, self._free, 0,
+            Allowance(0, 0),
+        )  # fmt: skip
 
     def serve(self, used: np.ndarray, last: Timing) -> Served:
         fill = self._plan.fill  # their copies run during this step, their slots are taken
@@ -214,6 +221,7 @@ CONTENDERS: dict[str, MakeContender] = {
     "lru-fetch-all": lambda used, slots, rates: LeastRecent(used, slots, 1.0),
     "fixed-split": _fixed_split,
     "cpu-all": lambda used, slots, rates: LeastRecent(used, slots, 0.0),
+    "link-only": lambda used, slots, rates: Default(used, slots, rates, link_only=True),
     "oracle": Belady,
 }
 
@@ -245,7 +253,7 @@ def simulate(
     rates = machine.rates(expert_bytes)
     contender = (make or CONTENDERS[name])(used, num_slots, rates)
     link_end, cpu_end = _layer_times(rates, int(used.sum(2).max()))
-    hit_s = expert_bytes / (HBM_SHARE * machine.hbm_bytes_per_s)
+    hit_s, fixed_s = machine.hit_s(expert_bytes), machine.fixed_s(batch)
     skip = int(len(used) * warm_up)
     seconds = uses = missed = over_link = on_cpu = 0.0
     timing = Timing()
@@ -254,10 +262,11 @@ def simulate(
         served = contender.serve(now, timing)
         fetched, rest = served.on_link, misses - served.on_link
         link, cpu = link_end[fetched, rest], cpu_end[fetched, rest]
-        hits = now.sum() - misses.sum()
-        waiting = np.maximum(link, cpu).sum()
-        alone_s = waiting + hits * hit_s + len(misses) * machine.layer_fixed_s
-        timing = Timing(alone_s, link.sum(), cpu.sum(), waiting / max(1, misses.sum()))
+        hits_s = (now.sum(1) - misses) * hit_s
+        waiting_s = np.maximum(link, cpu)
+        alone_s = np.maximum(waiting_s, hits_s).sum() + len(misses) * fixed_s
+        miss_s = np.maximum(waiting_s - hits_s, 0).sum() / max(1, misses.sum())
+        timing = Timing(alone_s, link.sum(), cpu.sum(), miss_s)
         copies = background_allowance(rates, alone_s, link.sum(), cpu.sum(), 1.0).cost_misses
         if step >= skip:
             seconds += alone_s + served.background * copies

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+NO_MISS_S = 1e-9  # a miss that costs less costs nothing: no fill earns what it takes
+
 
 @dataclass(frozen=True, slots=True)
 class Rates:
@@ -89,11 +91,11 @@ def background_allowance(
 
     Args:
         link_busy_s, cpu_busy_s: how long each path worked during the step.
-        miss_s: what one more miss costs the step, in seconds.
+        miss_s: what one more miss costs the step, in seconds; 0 where hits take longer anyway.
     """
     if not rates.link_experts_per_s or step_s <= 0:
         return Allowance(0.0, 0.0)
     copy_s = 1 / rates.link_experts_per_s
     fills = 0.75 * max(0.0, step_s - link_busy_s) / copy_s
     slowed_s = copy_s * (link_busy_s + (1 - rates.cpu_beside_link) * cpu_busy_s) / step_s
-    return Allowance(fills, slowed_s / miss_s if miss_s > 0 else 0.0)
+    return Allowance(fills, slowed_s / max(miss_s, NO_MISS_S))
