@@ -1,9 +1,9 @@
 """The experts of many rows: the sum of ``moe_decode``, as products of matrices on tensor cores.
 
-Routes are sorted by expert on the device, the host knows none of it: the grid is as large as any
-routing could need, and programs beyond the last block end at once. Compute-bound from some hundred
-rows an expert on: 6*H*I flops a route; each block of rows reads its expert's weights once from
-memory or, for the blocks after it, from the cache.
+Routes are sorted by expert on the device (``group``), the host knows none of it: the grid is as
+large as any routing could need, and programs of blocks that are not needed end at once.
+Compute-bound from some hundred rows an expert on: 6*H*I flops a route; each block of rows reads its
+expert's weights once from memory or, for the blocks after it, from the cache.
 
 1. gate-up: h = silu(gate x) · up x for the sorted routes, rounded to act;
 2. down: y of each route, at the route's own place;
@@ -21,35 +21,9 @@ import triton
 import triton.language as tl
 
 from ..formats import ExpertLayout
+from .group import group
 from .moe_decode import alignment, combine, matrix
 from .numbers import TL_DTYPE, wide_dot
-
-
-class Blocks(NamedTuple):
-    """Which rows of which expert each program computes: the grid's blocks in order."""
-
-    route: torch.Tensor  # [R] int64, routes sorted by expert
-    expert: torch.Tensor  # [NB] int64, E: the block is not needed
-    begin: torch.Tensor  # [NB] int64, into ``route``
-    end: torch.Tensor  # [NB] int64
-
-
-def group(ids: torch.Tensor, num_experts: int, block_rows: int) -> Blocks:
-    """Sort routes by expert and cut each expert's into blocks; no wait for the device."""
-    flat = ids.flatten()
-    flat = torch.where(flat < 0, num_experts, flat)  # routes not in use: behind all others
-    in_order, route = torch.sort(flat, stable=True)
-    experts = torch.arange(num_experts + 1, dtype=in_order.dtype, device=ids.device)
-    start = torch.searchsorted(in_order, experts)  # [E + 1]: of each expert, and of what follows
-    blocks = (start[1:] - start[:-1] + block_rows - 1) // block_rows  # [E]
-    last = blocks.cumsum(0)  # [E], exclusive end of each expert's blocks
-    most = min(len(flat), len(flat) // block_rows + num_experts)
-    block = torch.arange(most, device=ids.device)
-    expert = torch.searchsorted(last, block, right=True)  # [NB]
-    known = expert.clamp(max=num_experts - 1)
-    begin = start[known] + (block - (last - blocks)[known]) * block_rows
-    end = torch.minimum(begin + block_rows, start[known + 1])
-    return Blocks(route, expert, begin, end)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from ftd.kernels.formats import FORMATS, ExpertLayout, expert_layout
 from ftd.kernels.reference import TorchOps
-from ftd.kernels.triton import linear, moe_decode, moe_prefill
+from ftd.kernels.triton import linear, moe_decode
 from ftd.kernels.triton.ops import CudaOps
 
 ACT = [torch.float32, torch.bfloat16]
@@ -149,17 +149,6 @@ class TestMoe:
         expected = records.bytes[0] if (ids == 0).any() else torch.zeros_like(records.bytes[0])
         assert torch.equal(slots.bytes[3], expected)
         assert not slots.bytes[[0, 1, 4, 5]].any()
-
-    def test_blocks_cover_each_route_once(self):
-        ids = torch.tensor([[0, 5], [5, -1], [5, 2], [5, 0]], dtype=torch.int32)
-        blocks = moe_prefill.group(ids, 6, 3)
-        covered: list[tuple[int, int]] = []
-        for expert, begin, end in zip(*(x.tolist() for x in blocks[1:])):
-            if expert < 6:
-                assert 0 < end - begin <= 3
-                covered += [(int(r), expert) for r in blocks.route[begin:end]]
-        flat = ids.flatten().tolist()
-        assert sorted(covered) == [(r, e) for r, e in enumerate(flat) if e >= 0]
 
     def routed(self, T, K, act, hidden):
         x = torch.randn(T, hidden).to(act)
