@@ -10,12 +10,16 @@ made in the order of k, whoever computed a route: nothing is approximated.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from .activation import Activation
 from .cpu.service import Mailbox
+from .formats import ExpertLayout
+from .ops import Ops
 
 # what ``Shared.report`` begins with; the keys of stored experts follow
 STORED, WANTED, FETCHED, ON_CPU, KEYS = range(5)
@@ -32,30 +36,37 @@ class Shared:
 
     address: torch.Tensor  # [L, E] int64: slot or host record
     worth: torch.Tensor  # [L, E] float32: of a slot; negative: not worth storing, at -worth - 1
-    fetch_of: torch.Tensor  # [M + 1] int32; more than M missed count as M
+    fetch_of: torch.Tensor  # [N, M + 1] int32: for up to 2^n rows; more than M missed count as M
     lent: torch.Tensor  # [R] int64: addresses of the slots that this step may fill; 0: none
     fill: torch.Tensor  # [E] int64: of the running layer
-    report: torch.Tensor  # [KEYS + R] int32, set back at each step's start
+    report: torch.Tensor  # [KEYS + R] int32
+    blank: torch.Tensor  # what it is set to at each step's start
     asked: torch.Tensor  # [2] int32: whether the running layer asked the CPU; the last number rung
     slots: tuple[int, int]
     mailbox: Mailbox | None
 
+    def fetch_of_rows(self, rows: int) -> torch.Tensor:  # [M + 1]
+        return self.fetch_of[min((rows - 1).bit_length(), len(self.fetch_of) - 1)]
+
     def begin_step(self) -> None:
-        self.report[:KEYS].zero_()
-        self.report[KEYS:].fill_(-1)
+        self.report.copy_(self.blank)
 
 
 def new_shared(
     address: torch.Tensor, lent: int, slots: tuple[int, int], mailbox: Mailbox | None
 ) -> Shared:
+    """For up to 8 rows. Every miss takes the link until ``fetch_of`` says otherwise."""
     device, experts = address.device, address.shape[1]
+    blank = torch.full((KEYS + lent,), -1, dtype=torch.int32, device=device)
+    blank[:KEYS] = 0
     return Shared(
         address=address,
         worth=torch.zeros(address.shape, device=device),
-        fetch_of=torch.arange(experts + 1, dtype=torch.int32, device=device),
+        fetch_of=torch.arange(experts + 1, dtype=torch.int32, device=device).repeat(4, 1),
         lent=torch.zeros(lent, dtype=torch.int64, device=device),
         fill=torch.zeros(experts, dtype=torch.int64, device=device),
-        report=torch.zeros(KEYS + lent, dtype=torch.int32, device=device),
+        report=blank.clone(),
+        blank=blank,
         asked=torch.zeros(2, dtype=torch.int32, device=device),
         slots=slots,
         mailbox=mailbox,
@@ -77,10 +88,10 @@ def divide(
     begin, end = shared.slots
     used = sorted({e for e in log.flatten().tolist() if e >= 0})
     missed = [e for e in used if not begin <= address[e] < end]
-    most = len(shared.fetch_of) - 1
     count = len(missed)
     if shared.mailbox is not None:
-        count = min(count, int(shared.fetch_of[min(count, most)]))
+        fetch_of = shared.fetch_of_rows(len(ids))
+        count = min(count, int(fetch_of[min(count, len(fetch_of) - 1)]))
     missed.sort(key=lambda e: (-_worth(worth[e]), e))
     shared.report[FETCHED] += count
     shared.report[ON_CPU] += len(missed) - count
@@ -108,8 +119,10 @@ def merge(
         theirs = shared.mailbox.y.view(-1)[: parts.numel()].view(parts.shape)
         parts = torch.where((here >= 0)[..., None], parts, theirs)
     total = torch.zeros(tokens, parts.shape[2])
-    for k in range(routes):
-        total += torch.where((log[:, k] >= 0)[:, None], weights[:, k, None] * parts[:, k], 0.0)
+    for k in range(routes):  # multiplied and added with one rounding, as kernels do
+        product = weights[:, k, None].double() * parts[:, k].double()
+        used = (log[:, k] >= 0)[:, None]
+        total = torch.where(used, (total.double() + product).float(), total)
     return total
 
 
@@ -137,3 +150,21 @@ def _ask(shared: Shared, row: int, ids: torch.Tensor, x: torch.Tensor) -> None:
     box.head[0], box.head[1] = row, len(x)
     shared.asked[1] += 1
     box.bell.copy_(shared.asked[1:])
+
+
+def products(
+    ops: Ops,
+    shared: Shared,
+    row: int,
+    x: torch.Tensor,  # [T, H] act
+    here: torch.Tensor,  # [T, K] int32
+    layout: ExpertLayout,
+    activation: Activation,
+) -> torch.Tensor:  # [T * K, H] float32
+    """Each route by itself; records that ``shared.fill`` names are stored."""
+    address = shared.address[row]
+    for expert in torch.nonzero(shared.fill).flatten().tolist():
+        ctypes.memmove(int(shared.fill[expert]), int(address[expert]), layout.record_bytes)
+    routes = here.reshape(-1, 1)
+    each = x.repeat_interleave(here.shape[1], 0)
+    return ops.moe(each, routes, torch.ones(routes.shape), address, layout, activation)

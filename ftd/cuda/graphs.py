@@ -96,7 +96,7 @@ class DecodeGraph:
         scratch_page: int,
         device: torch.device,
         forward: Forward,
-        routed: torch.Tensor | None,  # [L, B, K] int32: what forward leaves of the routing
+        left: Sequence[torch.Tensor] = (),  # what forward leaves for the host besides logits
     ) -> None:
         self.batch = batch
         self._page_tokens, self._page_stride = page_tokens, page_stride
@@ -111,7 +111,7 @@ class DecodeGraph:
         self._send_table = Upload(self._table)
         self._sequence = torch.arange(batch, dtype=torch.int32, device=device)
         self._rows = torch.arange(batch, device=device)
-        self._routed = routed
+        self._left = tuple(left)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._step()
         self._results = self._download()
@@ -130,7 +130,7 @@ class DecodeGraph:
         return graph.pool()
 
     def launch(self, rows: Sequence[DecodeRow | None], *, following: bool = False) -> Fetched:
-        """Queue a step; what it fetches: tokens [B], finite [B], and the routing [L, B, K].
+        """Queue a step; what it fetches: tokens [B], finite [B], and what forward leaves.
 
         Args:
             following: the tokens are those that the launch before drew in the same rows; they have
@@ -151,9 +151,7 @@ class DecodeGraph:
         return self._results.fetch()
 
     def _download(self) -> Download:
-        return Download(
-            [self.tokens, self.finite, *([] if self._routed is None else [self._routed])]
-        )
+        return Download([self.tokens, self.finite, *self._left])
 
     @torch.no_grad()
     def _step(self) -> None:

@@ -5,7 +5,8 @@ which the same kernel reads over the link; so a miss needs no slot and no wait, 
 nothing but the table. The host is its only writer: it learns afterwards what steps used, decides at
 the safe point, and replaces the table in stream order.
 
-    decode    captured; reads the table, leaves its routing in a log that the host reads later
+    decode    captured; reads the table, divides misses between link and CPU, stores some of what it
+              reads in slots lent to it, and leaves its routing in a log that the host reads later
     prefill   eager; waits for the routing of each layer, brings the union of missed experts over
               the link by DMA, the most used into slots, the next into a staging area, and leaves
               the rest, whose few tokens make a read in place as cheap, where they are
@@ -29,15 +30,27 @@ from ftd.experts.runtime import DECODE_TOKENS, ExpertCounters, ResidencyMap
 from ftd.experts.slots import EMPTY, Resized, SlotTable
 from ftd.experts.split import Allowance
 from ftd.experts.trace import TraceRecorder
+from ftd.kernels.divide import KEYS, ON_CPU, WANTED
 from ftd.kernels.formats import ExpertLayout
 from ftd.kernels.ops import Ops
 from ftd.model.spec import ModelSpec, MoeSpec
 
+from .cpu_experts import CpuExperts
+from .division import MOST_LENT, Division
 from .memory import DeviceMemory
 from .tables import Marker, Upload, on_stream
 
 # A miss of a decode step is read over the link; bringing it into a slot costs one more read of it.
 LINK_ALLOWANCE = Allowance(fills=2.0, cost_misses=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What a captured step on its way was given."""
+
+    resident: np.ndarray  # [L, E] bool, as its table says
+    lent: tuple[int, ...]  # slots that it may fill
+    divided: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +64,7 @@ class CudaExperts:
 
     Args:
         num_staging: records of the staging area for prefill.
+        cpu: computes missed experts beside captured steps. None: the link brings all of them.
         pinned: the pool is registered. If not, kernels cannot read it: missed experts always go
             through the staging area, in several passes where it is too small.
     """
@@ -65,6 +79,7 @@ class CudaExperts:
         *,
         num_slots: int,
         num_staging: int,
+        cpu: CpuExperts | None = None,
         pinned: bool = True,
         allowance: Allowance = LINK_ALLOWANCE,
         tuning: policy.Tuning | None = None,
@@ -92,9 +107,15 @@ class CudaExperts:
         self._staged = Marker(device)  # the last layer that read the staging area
         self._records = self._host_records()
         self._slot_bytes, self._staging_bytes = self._slots.bytes(), self._staging.bytes()
+        begin = self._slots.address
+        self.division = Division(
+            ops, layout, mlp.activation, self.table_rows(),
+            (begin, begin + self._moe_experts * record), cpu,
+        )  # fmt: skip
         self._table = SlotTable(len(self.layers), self.num_experts, num_slots)
         self._state = policy.new_state(len(self.layers), self.num_experts, mlp.experts_per_token)
         self._plan = self._decide(np.zeros(self._host.shape, bool), 0)
+        self._wanted = 0  # fetched misses of the running step worth storing, stored or not
         self._fills: list[Fill] = []
         self._dirty = False  # the table on the device lags behind
         self._uses = np.zeros(self._host.shape, np.int32)
@@ -235,17 +256,37 @@ class CudaExperts:
 
     # ---- between steps ----
 
-    def resident(self) -> np.ndarray:
-        """[L, E] bool, as a step launched now will find it."""
-        return self._address != self._host
+    def launching(self, *, divided: bool) -> Launch:
+        """Before a captured step is launched; ``routed`` takes it back."""
+        lent: tuple[int, ...] = ()
+        if divided:
+            # half of what is free: another step may be launched before this one is read
+            lent = self._table.lend(min(MOST_LENT, (self._table.num_free + 1) // 2))
+            self.division.lend([self._slot_address(slot) for slot in lent])
+            if self.division.cpu is not None:
+                self.division.cpu.step_begins()
+        return Launch(self._address != self._host, lent, divided)
 
-    def routed(self, log: np.ndarray, resident: np.ndarray) -> None:
-        """Take in what a decode step has used.
+    def routed(self, launch: Launch, log: np.ndarray, report: np.ndarray | None) -> None:
+        """Take in what a captured step has used, and make resident what it stored.
 
         Args:
             log: [L, B, K] int32, -1 in rows not in use.
-            resident: as it was when the step was launched.
+            report: ``kernels.divide.Shared.report`` of a divided step.
+        Raises:
+            EngineFailed: the CPU left its part undone; the step is worth nothing.
         """
+        stored = on_cpu = 0
+        if report is not None:
+            if self.division.cpu is not None:
+                self.division.cpu.step_ended()
+            for slot, key in zip(launch.lent, report[KEYS:].tolist()):
+                if self._table.settle(slot, key):
+                    self._address.reshape(-1)[key] = self._slot_address(slot)
+                    stored += 1
+            self._wanted += int(report[WANTED])
+            on_cpu = int(report[ON_CPU])
+            self._dirty |= stored > 0
         for row, ids in enumerate(log):
             ids = ids[ids[:, 0] >= 0]
             if self._trace is not None:
@@ -253,10 +294,15 @@ class CudaExperts:
             self._uses[row] += np.bincount(ids.ravel(), minlength=self.num_experts)
             self._num_tokens = max(self._num_tokens, len(ids))
         used = self._uses > 0
-        missed = used & ~resident
-        misses = int(np.count_nonzero(missed))
+        misses = int(np.count_nonzero(used & ~launch.resident))
+        step = self._step
         self._step = replace(
-            self._step, hits=int(np.count_nonzero(used)) - misses, misses=misses, fetched=misses
+            step,
+            hits=int(np.count_nonzero(used)) - misses,
+            misses=misses,
+            fetched=misses - step.on_cpu - on_cpu,
+            on_cpu=step.on_cpu + on_cpu,
+            fills=step.fills + stored,
         )
 
     def safe_point(self) -> None:
@@ -273,8 +319,9 @@ class CudaExperts:
             policy.observe(self._state, self._tuning, used)
         landed = self._land()
         if not self.all_resident:
-            self._plan = self._decide(used, 0)
+            self._plan = self._decide(used, self._wanted)
             self._carry_out(self._plan)
+            self.division.judge(self._plan.value, self._plan.admit)
         elif self._dirty:
             self._publish()
         self._count(landed)
@@ -314,7 +361,7 @@ class CudaExperts:
             self._address.reshape(-1)[key] = self._host.reshape(-1)[key]
         for key, source, target in resized.moves:
             self._record(target).copy_(self._record(source))
-            self._address.reshape(-1)[key] = self._slots.address + target * size
+            self._address.reshape(-1)[key] = self._slot_address(target)
         self._publish()
         if num_slots < were:
             if self._copies is not None:
@@ -329,6 +376,9 @@ class CudaExperts:
         self._begin_step()
         return resized
 
+    def _slot_address(self, slot: int) -> int:
+        return self._slots.address + slot * self._layout.record_bytes
+
     def _record(self, slot: int) -> torch.Tensor:
         size = self._layout.record_bytes
         return self._slot_bytes[slot * size : (slot + 1) * size]
@@ -336,8 +386,8 @@ class CudaExperts:
     def _decide(self, used: np.ndarray, wanted: int) -> policy.Plan:
         table = self._table
         return policy.plan(
-            self._state, self._tuning, table.residency != EMPTY, used, table.num_free, wanted,
-            self._allowance,
+            self._state, self._tuning, table.residency != EMPTY, used,
+            table.num_free + table.num_lent, wanted, self._allowance,
         )  # fmt: skip
 
     def _carry_out(self, plan: policy.Plan) -> None:
@@ -374,8 +424,7 @@ class CudaExperts:
             if not fill.landed.passed():
                 break
             slot = self._table.commit(fill.key)
-            address = self._slots.address + slot * self._layout.record_bytes
-            self._address.reshape(-1)[fill.key] = address
+            self._address.reshape(-1)[fill.key] = self._slot_address(slot)
             self._dirty = True
             landed += 1
         del self._fills[:landed]
@@ -393,7 +442,7 @@ class CudaExperts:
 
     def _begin_step(self) -> None:
         self._uses.fill(0)
-        self._num_tokens = 0
+        self._num_tokens = self._wanted = 0
         self._step = ExpertCounters()
 
     def _host_records(self) -> list[list[torch.Tensor]]:
@@ -406,13 +455,15 @@ class CudaExperts:
 
     def _count(self, landed: int) -> None:
         was, step = self._counters, self._step
+        filled = landed + step.fills
         self._counters = ExpertCounters(
             hits=was.hits + step.hits,
             misses=was.misses + step.misses,
             fetched=was.fetched + step.fetched,
+            on_cpu=was.on_cpu + step.on_cpu,
             evicted=was.evicted + step.evicted,
-            fills=was.fills + landed,
-            fill_bytes=was.fill_bytes + landed * self._layout.record_bytes,
+            fills=was.fills + filled,
+            fill_bytes=was.fill_bytes + filled * self._layout.record_bytes,
             slots_total=self._table.num_slots,
             slots_used=self._table.num_used,
         )
@@ -442,25 +493,3 @@ class CudaExperts:
         self._slot_bytes = self._staging_bytes = torch.empty(0, dtype=torch.uint8)
         self._slots.close()
         self._staging.close()
-
-
-class CapturedExperts:
-    """The experts of a captured decode step: reads the table, leaves the routing in ``log``."""
-
-    def __init__(self, experts: CudaExperts, batch: int) -> None:
-        self._experts = experts
-        self._rows = {layer: row for row, layer in enumerate(experts.layers)}
-        shape = (len(experts.layers), batch, experts.experts_per_token)
-        table = experts.table_rows()
-        self.log = torch.full(shape, -1, dtype=torch.int32, device=table.device)
-        self.active = torch.zeros(batch, dtype=torch.bool, device=table.device)  # set by the step
-        self._none = torch.tensor(-1, dtype=torch.int32, device=table.device)
-
-    def forward(
-        self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        row, experts = self._rows[layer], self._experts
-        torch.where(self.active[:, None], ids, self._none, out=self.log[row])
-        return experts._ops.moe(
-            x, self.log[row], weights, experts.table_rows()[row], experts._layout
-        )

@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from ftd.cuda.captured import CapturedExperts
 from ftd.cuda.graphs import BATCHES, DecodeGraph, DecodeRow, batch_for
 from ftd.cuda.kv import CudaKvCache
-from ftd.cuda.residency import CapturedExperts, CudaExperts
+from ftd.cuda.residency import CudaExperts, Launch
 from ftd.cuda.sampling import draw
 from ftd.cuda.tables import Fetched
 from ftd.engine.api import Sampling
@@ -36,6 +37,8 @@ class CudaRunner:
         most_pages: of one sequence: what a page table holds.
         chunk_tokens: of the longest prompt chunk.
         capture: False where kernels cannot read the host pool: every step is then eager.
+        variants: of captured steps. True: misses are divided; False: every expert is read where it
+            is, which suits when all are resident.
     """
 
     def __init__(
@@ -48,12 +51,13 @@ class CudaRunner:
         chunk_tokens: int,
         *,
         capture: bool = True,
+        variants: Sequence[bool] = (True, False),
     ) -> None:
         self._model, self._kv, self._experts, self._device = model, kv, experts, device
         self._most_pages, self._chunk_tokens = most_pages, chunk_tokens
-        self._capture = capture
+        self._capture, self._variants = capture, tuple(variants)
         self.sampler = Sampler(model.spec.vocab)
-        self._graphs: dict[int, DecodeGraph] = {}
+        self._graphs: dict[tuple[int, bool], DecodeGraph] = {}  # by rows, and whether divided
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
         """Capture a graph for each batch size; compiles what is not in the cache on disk."""
@@ -61,12 +65,13 @@ class CudaRunner:
             return
         stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         pool = None
-        for done, batch in enumerate(reversed(BATCHES)):  # the largest first: its memory serves all
-            progress(done, len(BATCHES))
-            graph = self._graphs[batch] = self._new_graph(batch)
+        kinds = [(batch, divided) for divided in self._variants for batch in reversed(BATCHES)]
+        for done, kind in enumerate(kinds):  # the largest first: its memory serves all
+            progress(done, len(kinds))
+            graph = self._graphs[kind] = self._new_graph(*kind)
             if stream is not None:
                 pool = graph.capture(pool, stream)
-        progress(len(BATCHES), len(BATCHES))
+        progress(len(kinds), len(kinds))
         self._warm_prompts()
 
     def close(self) -> None:
@@ -84,11 +89,11 @@ class CudaRunner:
             self._eager([Span((0,) * tokens, 0, pages, 1)], [greedy], self._experts).draws()
             self._experts.abandon_step()
 
-    def routed(self, routing: np.ndarray, resident: np.ndarray) -> None:
-        self._experts.routed(routing, resident)
+    def routed(self, launch: Launch, log: np.ndarray, report: np.ndarray | None) -> None:
+        self._experts.routed(launch, log, report)
 
-    def _new_graph(self, batch: int) -> DecodeGraph:
-        experts = CapturedExperts(self._experts, batch)
+    def _new_graph(self, batch: int, divided: bool) -> DecodeGraph:
+        experts = CapturedExperts(self._experts, batch, divided=divided)
 
         def forward(step: StepInput, active: torch.Tensor) -> torch.Tensor:
             experts.active = active
@@ -102,7 +107,7 @@ class CudaRunner:
             self._kv.scratch_page,
             self._device,
             forward,
-            experts.log,
+            experts.left,
         )
 
     def run(
@@ -112,17 +117,20 @@ class CudaRunner:
             torch.cuda.set_device(self._device)  # the engine thread's; costs nothing if it is
         batch = batch_for(len(spans))
         decode = all(span.count == 1 and s is not None for span, s in zip(spans, sampling))
-        if decode and batch in self._graphs:
-            return self._replay(self._graphs[batch], spans, sampling)
+        if decode and batch and self._graphs:
+            return self._replay(batch, spans, sampling)
         return self._eager(spans, sampling, experts)
 
     def _replay(
-        self, graph: DecodeGraph, spans: Sequence[Span], sampling: Sequence[SamplingState | None]
+        self, batch: int, spans: Sequence[Span], sampling: Sequence[SamplingState | None]
     ) -> DecodeResult:
         states, positions = drawing(spans, sampling)
         rows = [_row(span, state) for span, state in zip(spans, states)]
-        resident = self._experts.resident()
-        return DecodeResult(self, graph, states, positions, graph.launch(rows), resident)
+        divided = not self._experts.all_resident
+        if divided not in self._variants:
+            divided = not divided
+        graph, launch = self._graphs[batch, divided], self._experts.launching(divided=divided)
+        return DecodeResult(self, graph, states, positions, graph.launch(rows), launch)
 
     def can_follow(self, result: StepResult) -> bool:
         return isinstance(result, DecodeResult) and result.all_rows_go_on
@@ -133,9 +141,9 @@ class CudaRunner:
         states = [s if span else None for s, span in zip(result.states, spans)]
         positions = [span.begin + 1 if span else 0 for span in spans]
         rows = [_row(span, s) if span and s else None for span, s in zip(spans, states)]
-        resident = self._experts.resident()
+        launch = self._experts.launching(divided=result.divided)
         fetched = result.graph.launch(rows, following=True)
-        return DecodeResult(self, result.graph, states, positions, fetched, resident)
+        return DecodeResult(self, result.graph, states, positions, fetched, launch)
 
     @torch.no_grad()
     def _eager(
@@ -207,7 +215,7 @@ class DecodeResult:
 
     Args:
         states: of each row; None: a row that is not in use.
-        resident: [L, E] bool, as the step's address table says.
+        launch: what the step was given.
     """
 
     def __init__(
@@ -217,11 +225,15 @@ class DecodeResult:
         states: Sequence[SamplingState | None],
         positions: Sequence[int],
         fetched: Fetched,
-        resident: np.ndarray,
+        launch: Launch,
     ) -> None:
         self._runner, self.graph, self.states, self._positions = runner, graph, states, positions
-        self._fetched, self._resident = fetched, resident
+        self._fetched, self._launch = fetched, launch
         self.followed = False  # its logits are being overwritten
+
+    @property
+    def divided(self) -> bool:
+        return self._launch.divided
 
     @property
     def all_rows_go_on(self) -> bool:
@@ -233,8 +245,8 @@ class DecodeResult:
         return self.graph.logits[: len(self.states)].cpu()
 
     def draws(self) -> Drawn:
-        tokens, finite, routing = self._fetched.get()
-        self._runner.routed(routing.numpy(), self._resident)
+        tokens, finite, log, *report = self._fetched.get()
+        self._runner.routed(self._launch, log.numpy(), report[0].numpy() if report else None)
         drawn: Drawn = []
         found = zip(self.states, self._positions, tokens.tolist(), finite.tolist())
         for row, (state, position, token, is_finite) in enumerate(found):

@@ -27,7 +27,9 @@ from ftd.checkpoint.identity import checkpoint_digest
 from ftd.checkpoint.load import load_weights
 from ftd.checkpoint.stored import StoredMatrix
 from ftd.config import Config
+from ftd.cuda.cpu_experts import CpuExperts
 from ftd.cuda.device import choose_gpu
+from ftd.cuda.graphs import BATCHES
 from ftd.cuda.kv import CudaKvCache
 from ftd.cuda.memory import DeviceMemory, held_bytes
 from ftd.cuda.pinned import register
@@ -48,6 +50,7 @@ from ftd.kernels.reference import TorchOps
 from ftd.kv.cache import KvCache
 from ftd.kv.disk import DiskStore, try_directory
 from ftd.kv.state_cache import StateCache
+from ftd.memory import vram
 from ftd.memory.machine import Machine, own_bytes, read_machine
 from ftd.memory.plan import MemoryPlan, act_dtype, plan_memory
 from ftd.model.architecture import Architecture, Model
@@ -61,6 +64,7 @@ log = structlog.get_logger(__name__)
 # A pool that fits into caches tells nothing of prefetching, and needs none.
 CALIBRATE_FROM_BYTES = 512 * MiB
 CALIBRATE_S = 1.0
+PARK_BESIDE_GPU_US = 1000  # of workers: some layers ask nothing, and waking takes 50 µs
 
 _loads = itertools.count(1)
 
@@ -336,6 +340,7 @@ def _on_gpu(
         max(plan.num_pages, most_pages),
     )
     undo.callback(kv.close)
+    cpu = _cpu_experts(config, prepared, pool, dtype, undo) if registration.pinned else None
     experts = CudaExperts(
         spec,
         prepared.layout,
@@ -343,6 +348,7 @@ def _on_gpu(
         ops,
         memory,
         num_slots=plan.num_slots,
+        cpu=cpu,
         # unpinned, what is not resident has no other way
         num_staging=max(plan.vram.staging_records, 0 if registration.pinned or all_resident else 1),
         pinned=registration.pinned,
@@ -352,7 +358,17 @@ def _on_gpu(
     filled_s = time.monotonic()
     most_pages = -(-plan.context_tokens // plan.page_tokens)
     capture = registration.pinned or all_resident
-    runner = CudaRunner(model, kv, experts, device, most_pages, plan.prefill_chunk, capture=capture)
+    runner = CudaRunner(
+        model,
+        kv,
+        experts,
+        device,
+        most_pages,
+        plan.prefill_chunk,
+        capture=capture,
+        # with little memory experts are never all resident, and those graphs would only take room
+        variants=(True, False) if vram.could_hold_all(plan.vram, plan.pool_bytes) else (True,),
+    )
     undo.callback(runner.close)
     runner.warm_up(lambda done, total: log.info("graphs.captured", done=done, total=total))
     ready_s = time.monotonic()
@@ -367,6 +383,40 @@ def _on_gpu(
         planned_bytes=plan.vram.total_bytes,
     )
     return _Parts(f"triton on {plan.vram.gpu.name}", model, kv, experts, runner)
+
+
+def _cpu_experts(
+    config: Config, prepared: Prepared, pool: HostPool, dtype: torch.dtype, undo: ExitStack
+) -> CpuExperts | None:
+    """The CPU's part in captured steps; None without the C++ kernels: says so, once."""
+    threads = None if config.cpu_threads == "auto" else config.cpu_threads
+    ops = native.load(config.cpu_isa, threads, park_after_us=PARK_BESIDE_GPU_US)
+    if ops is None:
+        log.warning(
+            "kernels.missing",
+            reason=native.unavailable_reason(),
+            cost="every missed expert goes over the link: about a quarter slower decoding",
+        )
+        return None
+    undo.callback(ops.close)
+    for address, num_bytes, node in pool.node_ranges():
+        ops.pool.place(address, num_bytes, node)
+    moe = _moe(prepared.spec)
+    if prepared.plan.num_slots < prepared.plan.num_experts:
+        _calibrate(ops, pool, prepared, dtype)
+    records = torch.stack([pool.addresses(layer) for layer in prepared.spec.moe_layers])
+    cpu = CpuExperts(
+        ops,
+        records,
+        prepared.layout,
+        moe.activation,
+        dtype,
+        BATCHES[-1],
+        moe.experts_per_token,
+        pin=True,
+    )
+    undo.callback(cpu.close)
+    return cpu
 
 
 def _moe(spec: ModelSpec) -> MoeSpec:

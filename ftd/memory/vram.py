@@ -135,6 +135,12 @@ def _refuse(config: Config, budget: int, fixed: int, kv: int, slots: int) -> NoR
     )
 
 
+def could_hold_all(plan: VramPlan, pool_bytes: int) -> bool:
+    """Whether a larger budget could give every expert a slot."""
+    others = plan.total_bytes - plan.slots_bytes - plan.staging_bytes
+    return others + pool_bytes <= plan.gpu.total_bytes
+
+
 def notes(num_slots: int, num_experts: int) -> str:
     if num_slots == num_experts:
         return f"all {format_count(num_experts)} experts: nothing goes over the link"

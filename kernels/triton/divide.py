@@ -16,8 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
+from ..activation import Activation
 from ..divide import FETCHED, KEYS, ON_CPU, STORED, WANTED, Shared
+from ..formats import ExpertLayout
 from .numbers import INTERPRETED, TL_DTYPE, power_of_2
+from .ops import CudaOps
 
 SLEEP_NS = 100  # between two looks over the link
 COPY_COLUMNS = 1024
@@ -178,14 +181,27 @@ def divide(
     if box is not None:
         assert box.x.dtype == x.dtype and len(box.x) >= T, (box.x.dtype, x.shape)
         places = tuple(part.data_ptr() for part in (box.bell, box.head, box.ids, box.x))
-    routes = power_of_2(T * K)
+    routes, fetch_of = power_of_2(T * K), shared.fetch_of_rows(T)
     _divide_kernel[(1,)](
-        ids, active, x, shared.address[row], shared.worth[row], shared.fetch_of, shared.lent,
+        ids, active, x, shared.address[row], shared.worth[row], fetch_of, shared.lent,
         shared.fill, shared.report, shared.asked, log, here, *places, *shared.slots, row,
-        T=T, K=K, H=H, E=E, MOST=len(shared.fetch_of) - 1, LENT=len(shared.lent),
+        T=T, K=K, H=H, E=E, MOST=len(fetch_of) - 1, LENT=len(shared.lent),
         ACT=TL_DTYPE[x.dtype], RP=routes, EP=power_of_2(E), HP=min(COPY_COLUMNS, power_of_2(H)),
         CPU=box is not None, SIGNAL=not INTERPRETED, num_warps=1 if routes <= 16 else 4,
     )  # fmt: skip
+
+
+def products(
+    ops: CudaOps,
+    shared: Shared,
+    row: int,
+    x: torch.Tensor,  # [T, H] act, contiguous
+    here: torch.Tensor,  # [T, K] int32
+    layout: ExpertLayout,
+    activation: Activation,
+) -> torch.Tensor:  # [T * K, H] float32
+    """See ``kernels.divide.products``."""
+    return ops.route_products(x, here, shared.address[row], layout, activation, shared.fill)
 
 
 def merge(

@@ -82,6 +82,19 @@ class CudaOps:
         assert fill is None, "records are stored as they are read only where each is read once"
         return moe_prefill.moe_prefill(x, ids, weights, address, layout)
 
+    def route_products(
+        self,
+        x: torch.Tensor,  # [T, H] act, T <= moe_decode.MAX_ROWS
+        ids: torch.Tensor,  # [T, K] int32
+        address: torch.Tensor,  # [E] int64
+        layout: ExpertLayout,
+        activation: Activation,
+        fill: torch.Tensor,  # [E] int64: where to store records as they are read
+    ) -> torch.Tensor:  # [T * K, H] float32
+        """``moe`` before the sum: what each route in use adds, without its weight."""
+        assert layout.plain and activation == SILU, UNSCALED_ONLY
+        return moe_decode.route_products(x, ids, address, layout, fill, self.tuning)
+
     def route(
         self,
         logits: torch.Tensor,  # [T, E] float32

@@ -13,6 +13,8 @@ import torch
 
 from ftd.checkpoint.load import load_weights
 from ftd.config import load_config
+from ftd.cuda.cpu_experts import CpuExperts
+from ftd.cuda.graphs import BATCHES
 from ftd.cuda.kv import CudaKvCache
 from ftd.cuda.memory import DeviceMemory
 from ftd.cuda.residency import CudaExperts
@@ -28,7 +30,8 @@ from ftd.schedule.policy import Limits
 @contextmanager
 def cuda_core(
     path: Path, *, slots=0, staging=4, pinned=True, num_pages=None, dtype=torch.float32,
-    device="cpu", ops=None, cu=None, max_pages=None, **settings,
+    device="cpu", ops=None, cu=None, max_pages=None, fetch_of=None,
+    deadline_s=10.0, **settings,
 ):  # fmt: skip
     flags = {name: str(value) for name, value in settings.items()}
     config = load_config({"model": str(path), "device": "cpu", "dtype": "float32", **flags}, {})
@@ -55,11 +58,24 @@ def cuda_core(
         pages = num_pages or plan.num_pages
         kv = CudaKvCache(spec, pages, plan.page_tokens, dtype, memory, max_pages)
         undo.callback(kv.close)
+        cpu = None
+        if fetch_of is not None:  # misses beyond it are the CPU's
+            cpu_ops = native.load(threads=2)
+            undo.callback(cpu_ops.close)
+            address = torch.stack([pool.addresses(layer) for layer in spec.moe_layers])
+            moe = spec.layers[spec.moe_layers[0]].mlp
+            cpu = CpuExperts(
+                cpu_ops, address, layout, moe.activation, dtype, BATCHES[-1],
+                moe.experts_per_token, pin=device.type == "cuda", deadline_s=deadline_s,
+            )  # fmt: skip
+            undo.callback(cpu.close)
         experts = CudaExperts(
             spec, layout, pool, ops, memory,
-            num_slots=slots, num_staging=staging, pinned=pinned,
+            num_slots=slots, num_staging=staging, cpu=cpu, pinned=pinned,
         )  # fmt: skip
         undo.callback(experts.close)
+        if fetch_of is not None:
+            experts.division.split([fetch_of] * 4)
         experts.fill_slots()
         runner = CudaRunner(
             model,

@@ -5,6 +5,9 @@ Captured steps, padding, staging, slots that come and go, eager steps, an unregi
 
 from __future__ import annotations
 
+import ctypes
+
+import numpy as np
 import pytest
 from cuda_core import cuda_core
 from driving import answer_all, answer_alone, comparable, engine_core, request
@@ -12,6 +15,9 @@ from test_constrained_rows import AFTER, Cycle, prompt
 from test_contract import ORACLES, requests
 
 from ftd.engine.api import Sampling
+from ftd.errors import EngineFailed
+from ftd.experts.split import Allowance
+from ftd.kernels.cpu import native
 
 MODEL = ORACLES / "qwen3_moe"
 
@@ -31,6 +37,50 @@ def test_slots_and_batches(alone, slots, max_running):
         status = core.status()
     assert status.slots_used <= status.slots_total == slots
     assert (status.expert_misses > 0) == (slots < 32)
+
+
+needs_cpu_kernels = pytest.mark.skipif(
+    native.unavailable_reason() is not None, reason="the C++ kernels are not built"
+)
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("fetch_of", [[0], [0, 0, 1, 2], [0, 1]])
+@pytest.mark.parametrize("slots", [0, 9])
+def test_misses_divided_between_link_and_cpu(alone, slots, fetch_of):
+    """Each route's product comes from whoever computed it, and they are added in the same order."""
+    with cuda_core(MODEL, slots=slots, fetch_of=fetch_of, max_running=8) as core:
+        for _ in range(2):
+            assert comparable(answer_all(core, requests())) == alone
+        counters = core.experts.counters()
+    assert counters.on_cpu > 0
+    assert counters.fetched + counters.on_cpu == counters.misses
+    assert (counters.fills > 0) == (slots > 0)
+
+
+@needs_cpu_kernels
+def test_what_is_read_over_the_link_is_stored_on_the_way():
+    greedy = [request(f"r{i}", prompt(i, 12), 40) for i in range(3)]
+    with cuda_core(MODEL, slots=12, fetch_of=[0, 1, 2, 3], max_running=3) as core:
+        core.experts._allowance = Allowance(0.0, 1.0)  # no fills in the background
+        settle, settled = core.experts._table.settle, []
+        core.experts._table.settle = lambda *of: settled.append(settle(*of)) or settled[-1]
+        answer_all(core, greedy)
+        assert sum(settled) > 3 and core.experts.counters().slots_used <= 12
+        shared, pool = core.experts.division.shared, core.experts._pool
+        for key in np.flatnonzero(core.experts.residency_map().slot.ravel() >= 0).tolist():
+            row, expert = divmod(key, core.experts.num_experts)
+            record = pool.record(core.experts.layers[row], expert)
+            held = (ctypes.c_uint8 * len(record)).from_address(int(shared.address[row, expert]))
+            assert np.array_equal(np.frombuffer(held, np.uint8), record), key
+
+
+@needs_cpu_kernels
+def test_a_stuck_cpu_fails_the_engine_and_nothing_hangs():
+    with cuda_core(MODEL, slots=0, fetch_of=[0], max_running=3, deadline_s=0.2) as core:
+        core.experts.division.cpu.service.stick()
+        with pytest.raises(EngineFailed, match="computed no experts for"):
+            answer_all(core, [request(f"r{i}", prompt(i, 12), 10) for i in range(3)])
 
 
 @pytest.mark.parametrize("staging", [1, 3, 8])

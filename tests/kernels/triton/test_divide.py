@@ -22,7 +22,7 @@ def shared_of(resident, worth, fetch_of, lent, *, cpu, routes):
     mailbox = Mailbox(8, routes, HIDDEN, torch.float32, pin=False) if cpu else None
     shared = new_shared(address, len(lent), SLOTS, mailbox)
     shared.worth[ROW] = worth
-    shared.fetch_of = fetch_of
+    shared.fetch_of = fetch_of[None]
     shared.lent.copy_(torch.tensor(lent))
     shared.begin_step()
     shared.fill.fill_(99)  # of the layer before

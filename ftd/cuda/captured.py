@@ -1,0 +1,40 @@
+"""The experts of a captured decode step: what each of its layers launches."""
+
+from __future__ import annotations
+
+import torch
+
+from .residency import CudaExperts
+
+
+class CapturedExperts:
+    """Leaves the routing in ``log``, for the host to read.
+
+    Args:
+        divided: misses are divided between link and CPU, and stored on the way. If not, the kernels
+            read every expert where the table says, and nothing waits.
+    """
+
+    def __init__(self, experts: CudaExperts, batch: int, *, divided: bool) -> None:
+        self._division, self._divided = experts.division, divided
+        self._rows = {layer: row for row, layer in enumerate(experts.layers)}
+        shape = (len(experts.layers), batch, experts.experts_per_token)
+        device = experts.table_rows().device
+        self.log = torch.full(shape, -1, dtype=torch.int32, device=device)
+        self.active = torch.zeros(batch, dtype=torch.bool, device=device)  # set by the step
+        self._here = torch.full(shape[1:], -1, dtype=torch.int32, device=device)
+        self._none = torch.tensor(-1, dtype=torch.int32, device=device)
+
+    @property
+    def left(self) -> tuple[torch.Tensor, ...]:
+        """What a step leaves for the host."""
+        return (self.log, self._division.shared.report) if self._divided else (self.log,)
+
+    def forward(
+        self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        row, division = self._rows[layer], self._division
+        if self._divided:
+            return division.forward(row, x, ids, weights, self.active, self.log[row], self._here)
+        torch.where(self.active[:, None], ids, self._none, out=self.log[row])
+        return division.undivided(row, x, self.log[row], weights)

@@ -1,0 +1,125 @@
+"""How captured steps divide a layer's experts between slots, link and CPU: tables and launches.
+
+The device side is ``kernels.divide``: what lies here are the host's copies of what it reads, sent
+in stream order, and the layers of a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ftd.kernels import divide as reference
+from ftd.kernels.activation import Activation
+from ftd.kernels.divide import Shared, new_shared
+from ftd.kernels.formats import ExpertLayout
+from ftd.kernels.ops import Ops
+
+from .cpu_experts import CpuExperts
+from .tables import Upload
+
+MOST_LENT = 64  # slots that one step may fill
+
+
+class Kernels(Protocol):
+    """What a layer of a captured step launches; see ``kernels.divide``."""
+
+    def divide(
+        self, shared: Shared, row: int, ids: torch.Tensor, active: torch.Tensor, x: torch.Tensor,
+        log: torch.Tensor, here: torch.Tensor,
+    ) -> None: ...  # fmt: skip
+
+    def products(
+        self, ops: Any, shared: Shared, row: int, x: torch.Tensor, here: torch.Tensor,
+        layout: ExpertLayout, activation: Activation,
+    ) -> torch.Tensor: ...  # fmt: skip
+
+    def merge(
+        self, shared: Shared, y: torch.Tensor, log: torch.Tensor, here: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> torch.Tensor: ...  # fmt: skip
+
+
+class Division:
+    """
+    Args:
+        address: [L, E] int64 on the device: the table of captured steps.
+        slots: [begin, end) of slots' addresses.
+        cpu: None: every miss is read over the link.
+    """
+
+    def __init__(
+        self,
+        ops: Ops,
+        layout: ExpertLayout,
+        activation: Activation,
+        address: torch.Tensor,
+        slots: tuple[int, int],
+        cpu: CpuExperts | None,
+    ) -> None:
+        self.cpu = cpu
+        self._ops, self._layout, self._activation = ops, layout, activation
+        self.shared = new_shared(address, MOST_LENT, slots, cpu.mailbox if cpu else None)
+        self._kernels: Kernels = reference
+        if address.is_cuda:
+            from ftd.kernels.triton import divide
+
+            self._kernels = divide
+        self._worth = Upload(self.shared.worth)
+        self._fetch_of = Upload(self.shared.fetch_of)
+        self._lent = Upload(self.shared.lent)
+        self._told_lent: tuple[int, ...] = ()
+
+    # ---- a layer of a captured step
+
+    def forward(
+        self,
+        row: int,
+        x: torch.Tensor,  # [T, H] act
+        ids: torch.Tensor,  # [T, K] int32
+        weights: torch.Tensor,  # [T, K] float32
+        active: torch.Tensor,  # [T] bool
+        log: torch.Tensor,  # [T, K] int32, written: the choice, -1 in rows not in use
+        here: torch.Tensor,  # [T, K] int32, overwritten
+    ) -> torch.Tensor:  # [T, H] float32
+        shared, kernels = self.shared, self._kernels
+        if row == 0:
+            shared.begin_step()
+        kernels.divide(shared, row, ids, active, x, log, here)
+        y = kernels.products(self._ops, shared, row, x, here, self._layout, self._activation)
+        return kernels.merge(shared, y, log, here, weights)
+
+    def undivided(
+        self, row: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Every expert is read where the table says; nothing is stored, nobody asked."""
+        address = self.shared.address[row]
+        return self._ops.moe(x, ids, weights, address, self._layout, self._activation)
+
+    # ---- between steps
+
+    def split(self, fetch_of: Sequence[Sequence[int]]) -> None:
+        """For 1, 2, 4 and 8 rows: for each number of misses of a layer, how many take the link.
+
+        More misses than a table knows count as its last.
+        """
+        rows, most = self.shared.fetch_of.shape
+        assert len(fetch_of) == rows, len(fetch_of)
+        tables = [[*table, *[table[-1]] * most][:most] for table in fetch_of]
+        self._fetch_of.send(torch.tensor(tables, dtype=torch.int32))
+
+    def judge(self, value: np.ndarray, admit: np.ndarray) -> None:
+        """What experts are worth ([L, E], not negative), and which are worth storing."""
+        worth = np.where(admit, value, -1 - value).astype(np.float32)
+        self._worth.send(torch.from_numpy(worth))
+
+    def lend(self, addresses: Sequence[int]) -> None:
+        """Where the next step may store what it reads."""
+        lent = tuple(addresses)
+        if lent != self._told_lent:
+            self._told_lent = lent
+            padded = [*lent, *[0] * MOST_LENT][:MOST_LENT]
+            self._lent.send(torch.tensor(padded, dtype=torch.int64))
