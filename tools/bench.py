@@ -1,31 +1,30 @@
 """Measure ftd on this machine: one command makes a checkpoint, starts ftd, measures over HTTP.
 
-    python tools/bench.py                          # Qwen3-30B-A3B widths, 16 layers, 37 % in slots
+    python tools/bench.py                   # the whole table: Qwen3-30B-A3B widths, 16 layers
+    python tools/bench.py --only decode cold --quick
     python tools/bench.py --model PATH --resident-share 0.25
     python tools/bench.py --url http://127.0.0.1:8080 --vocab 151936   # any OpenAI-like server
+    python tools/bench.py --show ftd.json peer.json  # tables of earlier runs, side by side
 
-Prompts are random token ids, different each time, so that no cache helps unless the row says so.
-Answers are drawn at temperature 1: greedy decoding of random weights runs into loops. With its own
-ftd it also checks the answers: the log-probabilities of the same tokens, all experts resident and
-offloaded, differ by rounding only.
+ftd runs four times: 37 % of the experts in slots, its compiled kernels not cached; all resident;
+37 % again with six CPU threads, kernels cached; and with a budget of 8 GiB. Prompts are random
+token ids, different each time, so that no cache helps unless the row says so. Answers are drawn at
+temperature 1: greedy decoding of random weights runs into loops. The answers of the first two are
+compared: the same tokens have the same log-probabilities but for rounding.
+
+``--out`` keeps the results as JSON after each value, the logs, and a plot.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import json
 import os
-import random
-import shutil
-import socket
-import statistics
-import subprocess
+import platform
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,262 +34,293 @@ import aiohttp
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-from bench_http import BenchFailed, Reply, Target, first_model, measure, send_all  # noqa: E402
-from make_synthetic import make  # noqa: E402
+import bench_rows as rows  # noqa: E402
+from bench_http import BenchFailed  # noqa: E402
+from bench_report import Line, Results, plot, table  # noqa: E402
+from bench_roofline import Rates, Weights, least_step_s, read_weights  # noqa: E402
+from bench_server import Prompts, Server, running_ftd, with_server  # noqa: E402
 
-READY_TIMEOUT_S = 300.0
-PREFIX_TOKENS = 2048
-LOGPROB_TOLERANCE = 0.15  # bf16, 16 layers of random weights: a wrong expert moves it by far more
+KV_TOKENS = 32768
+SCORED_TOKENS = 160
+LIMITED_THREADS = 6
+SMALL_BUDGET = "8G"
+
+# How far two runs may be apart, in nat. Where a router's choice is close, rounding can pick another
+# expert, and that row differs legitimately: such rows are few.
+MEAN_TOLERANCE, FAR, FAR_SHARE = 0.05, 0.25, 0.02
+
+MS = "ms to first token"
+LINES = (
+    Line("offloaded.decode", "decode, 1 stream", "tok/s", 325, 430),
+    Line("threads.decode", "decode, 6 CPU threads", "tok/s"),
+    Line("offloaded.streams", "decode, 4 streams together", "tok/s", 400, 550),
+    Line("resident.decode", "decode, all resident", "tok/s", 545, 650),
+    Line("resident.streams", "decode, 4 streams, all resident", "tok/s"),
+    Line("offloaded.cold", "prompt of 2048 tokens, cold", MS, 300, 250, "less"),
+    Line("offloaded.append64", "64 tokens behind a cached prefix", MS, 150, 80, "less"),
+    Line("offloaded.append20", "20 tokens behind a cached prefix", MS, 60, 30, "less"),
+    Line("resident.cold", "prompt of 2048, cold, all resident", MS),
+    Line("resident.append20", "20 tokens appended, all resident", MS),
+    Line("threads.start", "start to ready, kernels cached", "s", 12, 8, "less"),
+    Line("offloaded.start", "start to ready, kernels not cached", "s", 40, 20, "less"),
+    Line("resident.start", "start to ready, all resident", "s"),
+    Line("offloaded.roofline", "share of the bandwidth roofline, decode", "%", 55, 70),
+    Line("resident.roofline", "share of the roofline, all resident", "%"),
+    Line("threads.roofline", "share of the roofline, 6 CPU threads", "%"),
+    Line("offloaded.kept", "a stream's speed kept beside 8000 tokens", "%", 25),
+    Line("offloaded.slower", "that prompt's TTFT against its own alone", "x", 1.5, None, "less"),
+    Line("vram.decode", f"decode, --vram {SMALL_BUDGET}", "tok/s"),
+    Line("vram.cold", f"prompt of 2048 tokens, --vram {SMALL_BUDGET}", MS),
+    Line("vram.append20", f"20 tokens appended, --vram {SMALL_BUDGET}", MS),
+)
+PEER_LINES = tuple(
+    Line(f"url.{line.key.partition('.')[2]}", *(getattr(line, f) for f in
+         ("work", "unit", "bar", "stretch", "better")))
+    for line in LINES if line.key.startswith("offloaded.")
+)  # fmt: skip
+NAMES = ("decode", "streams", "counts", "cold", "append64", "append20", "beside")
+RUNS: dict[str, tuple[str, ...]] = {  # which of them each run of ftd measures
+    "offloaded": NAMES,
+    "resident": ("decode", "streams", "counts", "cold", "append64", "append20"),
+    "threads": ("decode", "counts"),
+    "vram": ("decode", "counts", "cold", "append20"),
+}
 
 
 @dataclass
-class Row:
-    """One line of the table: all values measured, and what they are."""
+class Bench:
+    """One invocation: what to measure, how often, until when, and what came out."""
 
-    work: str
-    unit: str
-    values: list[float] = field(default_factory=list)
+    o: argparse.Namespace
+    results: Results
+    prompts: Prompts
+    began_s: float = field(default_factory=time.perf_counter)
+    answers: dict[str, rows.Answers] = field(default_factory=dict)
 
-    def markdown(self) -> str:
-        v = sorted(self.values)
-        middle = statistics.median(v)
-        return f"| {self.work} | {middle:.4g} {self.unit} | {v[0]:.4g} to {v[-1]:.4g} | {len(v)} |"
+    def left_s(self) -> float:
+        return self.o.time_limit - (time.perf_counter() - self.began_s)
 
+    def wanted(self, name: str) -> bool:
+        return not self.o.only or name in self.o.only
 
-class Prompts:
-    """Random token ids that no earlier prompt began with."""
+    async def measure(self, run: str, server: Server) -> None:
+        """Each wanted row of a run, as long as there is time; one that fails is noted."""
+        o, p = self.o, self.prompts
+        sizes = (o.prompt_tokens, o.output_tokens)
+        some = o.repeats if run in ("offloaded", "url") else max(2, o.repeats - 1)
+        few = max(1, some - 1)
+        work: dict[str, Callable[[], Awaitable[Any]]] = {
+            "decode": lambda: rows.decode(server, p, *sizes, some),
+            "streams": lambda: rows.streams(server, p, *sizes, few),
+            "counts": lambda: rows.counted(server, p, *sizes),
+            "cold": lambda: rows.cold(server, p, o.long_prompt, some),
+            "append64": lambda: rows.append(server, p, 64, some, o.long_prompt),
+            "append20": lambda: rows.append(server, p, 20, some, o.long_prompt),
+            "beside": lambda: rows.beside(server, p, o.prompt_tokens, o.beside_prompt, few),
+        }
+        names = [name for name in RUNS.get(run, NAMES) if self.wanted(name)]
+        if names and self.left_s() > 0:
+            await rows.warm_up(server, p, *sizes, o.long_prompt)
+        for name in names:
+            key = f"{run}.{name}"
+            if self.left_s() <= 0:
+                self.results.fail(key, f"not measured: {o.time_limit:g} s were over")
+                continue
+            try:
+                async with asyncio.timeout(max(5.0, self.left_s() + o.grace)):
+                    self.take(run, name, await work[name]())
+            except (BenchFailed, aiohttp.ClientError, TimeoutError) as error:
+                self.results.fail(key, str(error) or f"{type(error).__name__} of the time limit")
 
-    def __init__(self, vocab: int, seed: int) -> None:
-        self._rng, self._vocab = random.Random(seed), vocab
+    def take(self, run: str, name: str, found: Any) -> None:
+        if name == "counts":
+            if found:
+                self.results.note(f"{run}.step", found)
+        elif name == "beside":
+            self.results.add(f"{run}.kept", [kept for kept, _ in found])
+            self.results.add(f"{run}.slower", [slower for _, slower in found])
+        else:
+            self.results.add(f"{run}.{name}", found)
 
-    def new(self, tokens: int) -> list[int]:
-        return [self._rng.randrange(self._vocab) for _ in range(tokens)]
-
-
-class Server:
-    def __init__(self, url: str, session: aiohttp.ClientSession, model: str) -> None:
-        self.url, self._session = url, session
-        self._target = Target(
-            url, "completions", model, {}, {"temperature": 1.0, "ignore_eos": True}
-        )
-
-    async def ask(self, prompt: Sequence[int], output_tokens: int) -> Reply:
-        return await measure(self._session, self._target, prompt, output_tokens)  # type: ignore[arg-type]
-
-    async def together(
-        self, prompts: Sequence[Sequence[int]], output_tokens: int
-    ) -> tuple[list[Reply], float]:
-        options = argparse.Namespace(concurrency=len(prompts), output_tokens=output_tokens)
-        begun_s = time.perf_counter()
-        replies = await send_all(self._session, self._target, prompts, options)  # type: ignore[arg-type]
-        return replies, time.perf_counter() - begun_s
-
-    async def logprobs(self, prompt: Sequence[int]) -> list[float]:
-        """Log-probability of each token of the prompt but the first."""
-        body = {
-            "model": self._target.model, "prompt": list(prompt), "max_tokens": 1,
-            "temperature": 0.0, "logprobs": 1, "echo": True,
-        }  # fmt: skip
-        async with self._session.post(f"{self.url}/v1/completions", json=body) as response:
-            if response.status != 200:
-                raise BenchFailed(f"scoring: {response.status}: {(await response.text())[:300]}")
-            answer = await response.json()
-        return [float(p) for p in answer["choices"][0]["logprobs"]["token_logprobs"][1:-1]]
-
-
-async def measure_decode(server: Server, prompts: Prompts, o: argparse.Namespace) -> list[Row]:
-    one = Row(f"decode, 1 stream, {o.prompt_tokens} in, {o.output_tokens} out", "tok/s")
-    four = Row("decode, 4 streams together", "tok/s")
-    await server.ask(prompts.new(o.prompt_tokens), o.output_tokens)
-    for _ in range(o.repeats):
-        reply = await server.ask(prompts.new(o.prompt_tokens), o.output_tokens)
-        seconds = reply.token_times_s[-1] - reply.token_times_s[0]
-        one.values.append((reply.output_tokens - 1) / seconds)
-    for _ in range(max(2, o.repeats // 2)):
-        replies, _ = await server.together(
-            [prompts.new(o.prompt_tokens) for _ in range(4)], o.output_tokens
-        )
-        begun = max(r.token_times_s[0] for r in replies)  # while all four decode
-        ended = min(r.token_times_s[-1] for r in replies)
-        tokens = sum(
-            (r.output_tokens - 1) * (ended - begun) / (r.token_times_s[-1] - r.token_times_s[0])
-            for r in replies
-        )
-        four.values.append(tokens / (ended - begun))
-    return [one, four]
+    async def compare(self, run: str, server: Server, scored: Sequence[list[int]]) -> None:
+        if not self.wanted("answers") or self.left_s() <= 0 or run not in ("offloaded", "resident"):
+            return
+        self.answers[run] = await rows.answers(server, scored)
+        if len(self.answers) == 2:
+            self.results.note("agreement", rows.agreement(*self.answers.values(), FAR))
 
 
-async def measure_prompts(server: Server, prompts: Prompts, o: argparse.Namespace) -> list[Row]:
-    cold = Row(f"prompt of {PREFIX_TOKENS} tokens, cold", "ms to first token")
-    appends = {n: Row(f"{n} tokens behind a cached prefix", "ms to first token") for n in (64, 20)}
-    await server.ask(prompts.new(PREFIX_TOKENS), 2)
-    for _ in range(o.repeats):
-        prefix = prompts.new(PREFIX_TOKENS)
-        cold.values.append(1e3 * (await server.ask(prefix, 2)).ttft_s)
-        for tokens, row in appends.items():
-            reply = await server.ask(prefix + prompts.new(tokens), 2)
-            row.values.append(1e3 * reply.ttft_s)
-    return [cold, *appends.values()]
-
-
-@contextlib.contextmanager
-def running_ftd(model: Path, o: argparse.Namespace, *flags: str) -> Iterator[tuple[str, float]]:
-    """An ftd of our own: its URL, and how long it took to get ready."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    folder = Path(tempfile.mkdtemp(prefix="ftd-bench-"))
-    command = [
-        sys.executable, "-m", "ftd", "--model", str(model), "--http", f"127.0.0.1:{port}",
-        "--socket", str(folder / "ftd.sock"), "--kv-tokens", "32768", "--log-format", "json",
-        *flags, *o.ftd,
-    ]  # fmt: skip
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+def bench_own(o: argparse.Namespace, results: Results) -> None:
+    model = prepare_model(o)
+    weights = read_weights(model)
+    slots = int(weights.num_experts * o.resident_share)
+    results.conditions |= {
+        "model": str(model), "slots": slots, "experts": weights.num_experts, "ftd": o.ftd,
+        "machine": platform.processor() or platform.machine(), "cores": os.cpu_count(),
+        "prompt_tokens": o.prompt_tokens, "output_tokens": o.output_tokens, "rates": o.rates,
+    }  # fmt: skip
+    bench = Bench(o, results, Prompts(weights.vocab - 3, o.seed))
+    scored = [bench.prompts.new(SCORED_TOKENS) for _ in range(3)]
+    kv = ("--kv-tokens", str(KV_TOKENS))
+    flags: dict[str, tuple[str, ...]] = {
+        "offloaded": (*kv, "--expert-slots", str(slots)),
+        "resident": (*kv, "--expert-slots", str(weights.num_experts)),
+        "threads": (*kv, "--expert-slots", str(slots), "--cpu-threads", str(LIMITED_THREADS)),
+        "vram": (*kv, "--vram", SMALL_BUDGET),
     }
-    begun_s = time.perf_counter()
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        _wait_ready(process, url, folder / "log")
-        yield url, time.perf_counter() - begun_s
-    finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        if o.logs:
-            o.logs.mkdir(parents=True, exist_ok=True)
-            shutil.copy(folder / "log", o.logs / f"ftd-{'-'.join(f.strip('-') for f in flags)}.log")
-        shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory(prefix="ftd-bench-triton-") as cache:
+        for run in o.runs:
+            if bench.left_s() <= 0:
+                results.fail(run, f"not run: {o.time_limit:g} s were over")
+                continue
+
+            async def work(server: Server, run: str = run) -> None:
+                await bench.measure(run, server)
+                await bench.compare(run, server, scored)
+
+            try:
+                with running_ftd(
+                    model,
+                    [*flags[run], *o.ftd],
+                    env={"TRITON_CACHE_DIR": cache},
+                    keep_log=o.out / f"ftd-{run}.log" if o.out else None,
+                ) as started:
+                    results.add(f"{run}.start", [started.ready_s])
+                    asyncio.run(with_server(started.url, work))
+            except (BenchFailed, aiohttp.ClientError, OSError) as error:
+                results.fail(run, str(error))
+            add_roofline(results, run, weights, Rates.of_gigabytes(*o.rates))
 
 
-def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    import urllib.error
-    import urllib.request
-
-    deadline = time.perf_counter() + READY_TIMEOUT_S
-    while time.perf_counter() < deadline:
-        if process.poll() is not None:
-            raise BenchFailed(f"ftd ended with {process.returncode}:\n{log.read_text()[-3000:]}")
-        with (
-            contextlib.suppress(urllib.error.URLError, OSError),
-            urllib.request.urlopen(f"{url}/health", timeout=2) as answer,
-        ):
-            if answer.status == 200:
-                return
-        time.sleep(0.05)
-    raise BenchFailed(f"ftd was not ready after {READY_TIMEOUT_S} s:\n{log.read_text()[-3000:]}")
+def add_roofline(results: Results, run: str, weights: Weights, rates: Rates) -> None:
+    if step := results.facts.get(f"{run}.step"):
+        share = least_step_s(weights, step, rates) / step["step_s"]
+        results.add(f"{run}.roofline", [100 * share])
 
 
-async def with_server(url: str, work: Any) -> Any:
-    timeout = aiohttp.ClientTimeout(total=None, sock_read=300)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
-        model = await first_model(session, url, {})
-        return await work(Server(url, session, model))
+def bench_url(o: argparse.Namespace, results: Results) -> None:
+    results.conditions["url"] = o.url
+    bench = Bench(o, results, Prompts(o.vocab, o.seed))
+    work = lambda server: bench.measure("url", server)  # noqa: E731
+    asyncio.run(with_server(o.url.rstrip("/").removesuffix("/v1"), work))
 
 
-def agreement(resident: list[list[float]], offloaded: list[list[float]]) -> str:
-    gaps = sorted(
-        abs(a - b) for r, o in zip(resident, offloaded, strict=True) for a, b in zip(r, o)
-    )
-    verdict = "agree" if gaps[-1] <= LOGPROB_TOLERANCE else "DISAGREE"
-    return (
-        f"Answers {verdict}: {len(gaps)} log-probabilities, resident against offloaded: "
-        f"median gap {statistics.median(gaps):.4f}, largest {gaps[-1]:.4f} nat."
-    )
+def prepare_model(o: argparse.Namespace) -> Path:
+    from make_synthetic import make
+
+    if o.model is not None:
+        return o.model
+    model = Path(o.folder) / f"ftd-{o.preset}-{o.layers}"
+    if not (model / "generation_config.json").exists():  # what is written last
+        make(model, o.preset, layers=o.layers)
+    return model
 
 
-def bench_own(o: argparse.Namespace) -> int:
-    model, config = prepare_model(o)
-    experts = config["num_hidden_layers"] * config["num_experts"]
-    slots = int(experts * o.resident_share)
-    prompts = Prompts(config["vocab_size"] - 3, o.seed)
-    scored = [prompts.new(160) for _ in range(3)]
+def report(results: Results) -> str:
+    parts = [table(LINES + PEER_LINES, {"": results})]
+    steps = {run: fact for run in RUNS if (fact := results.facts.get(f"{run}.step"))}
+    if steps:
+        parts += ["", "A decode step, counted:", "", step_table(steps)]
+    if gaps := results.facts.get("agreement"):
+        parts += ["", told(gaps)]
+    parts += [f"\n**{key}**: {why}" for key, why in results.failed.items()]
+    return "\n".join(parts)
 
-    async def score(server: Server) -> list[list[float]]:
-        return [await server.logprobs(p) for p in scored]
 
-    lines: list[str] = []
-
-    def table(title: str, ready_s: float, rows: Sequence[Row]) -> None:
-        lines.extend(
-            ["", f"{title}; ready after {ready_s:.1f} s", "", "| work | median | range | runs |"]
+def step_table(steps: dict[str, dict[str, float]]) -> str:
+    head = "| run | step | hits | misses | over the link | on the CPU | came into slots |"
+    lines = [head, "|" + " --- |" * 7]
+    for run, step in steps.items():
+        used = max(1e-9, step["hits"] + step["misses"])
+        misses = max(1e-9, step["misses"])
+        lines.append(
+            f"| {run} | {1e3 * step['step_s']:.2f} ms | {step['hits']:.1f} "
+            f"({100 * step['hits'] / used:.1f} %) | {step['misses']:.1f} "
+            f"| {step['fetched']:.1f} ({100 * step['fetched'] / misses:.0f} %) "
+            f"| {step['on_cpu']:.1f} ({100 * step['on_cpu'] / misses:.0f} %) "
+            f"| {step['fill_bytes'] / 1e6:.1f} MB |"
         )
-        lines.extend(["| --- | --- | --- | --- |", *(row.markdown() for row in rows)])
-
-    answers = {}
-    for name, count in (
-        ("all experts resident", experts),
-        (f"{slots} of {experts} experts", slots),
-    ):
-        if name.startswith("all") and o.no_resident:
-            continue
-        with running_ftd(model, o, "--expert-slots", str(count)) as (url, ready_s):
-
-            async def work(server: Server) -> list[Row]:
-                rows = await measure_decode(server, prompts, o)
-                rows += await measure_prompts(server, prompts, o)
-                answers[name] = await score(server)  # noqa: B023
-                return rows
-
-            table(name, ready_s, asyncio.run(with_server(url, work)))
-    if len(answers) == 2:
-        lines += ["", agreement(*answers.values())]
-    print("\n".join(lines))
-    return 1 if "DISAGREE" in lines[-1] else 0
+    return "\n".join(lines)
 
 
-def prepare_model(o: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
-    model = o.model
-    if model is None:
-        model = Path(o.folder) / f"ftd-synthetic-{o.layers}"
-        if not (model / "generation_config.json").exists():
-            make(model, layers=o.layers)
-    return model, json.loads((model / "config.json").read_text())
+def agrees(gaps: dict[str, float]) -> bool:
+    return gaps["mean"] <= MEAN_TOLERANCE and gaps["far"] <= FAR_SHARE
 
 
-def bench_url(o: argparse.Namespace) -> int:
-    prompts = Prompts(o.vocab, o.seed)
+def told(gaps: dict[str, float]) -> str:
+    return (
+        f"Answers {'agree' if agrees(gaps) else 'DISAGREE'}: {gaps['compared']} log-probabilities, "
+        f"resident against offloaded: {gaps['bitwise']} equal to the last bit, mean gap "
+        f"{gaps['mean']:.4f}, 99 % within {gaps['p99']:.4f}, largest {gaps['largest']:.4f} nat; "
+        f"{100 * gaps['far']:.1f} % beyond {FAR} nat, where a router's choice was close; "
+        f"{gaps['drawn_equal']} drawn tokens equal, {gaps['answers_parted']} answers parted."
+    )
 
-    async def work(server: Server) -> list[Row]:
-        return [
-            *await measure_decode(server, prompts, o),
-            *await measure_prompts(server, prompts, o),
-        ]
 
-    rows = asyncio.run(with_server(o.url.rstrip("/").removesuffix("/v1"), work))
-    print("| work | median | range | runs |\n| --- | --- | --- | --- |")
-    print("\n".join(row.markdown() for row in rows))
+def show(paths: Sequence[Path]) -> int:
+    found = {path.stem: Results.read(path) for path in paths}
+    if len(found) == 1:
+        print(report(*found.values()))
+        return 0
+    for result in found.values():  # a peer's rows beside those of ftd that they compare with
+        for key in [key for key in result.values if key.startswith("url.")]:
+            result.values["offloaded." + key.removeprefix("url.")] = result.values.pop(key)
+    print(table(LINES, found))
     return 0
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
+def arguments() -> argparse.Namespace:
+    ap = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, help="default: a synthetic one is made")
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--folder", default="/dev/shm", help="for the synthetic model")
-    parser.add_argument("--resident-share", type=float, default=0.37)
-    parser.add_argument("--no-resident", action="store_true", help="skip the all-resident run")
-    parser.add_argument("--url", help="measure this server instead of an ftd of our own")
-    parser.add_argument("--vocab", type=int, default=30000, help="with --url: token ids below it")
-    parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--output-tokens", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--logs", type=Path, help="keep ftd's logs here")
-    parser.add_argument("ftd", nargs="*", help="after --: further flags for ftd")
-    options = parser.parse_args()
+    ap.add_argument("--model", type=Path, help="default: a synthetic one is made")
+    ap.add_argument("--preset", default="qwen3-30b-a3b", help="of the synthetic one")
+    ap.add_argument("--layers", type=int, default=16, help="of the synthetic one")
+    ap.add_argument("--folder", default="/dev/shm", help="for the synthetic one")
+    ap.add_argument("--resident-share", type=float, default=0.37)
+    ap.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
+    ap.add_argument("--only", nargs="+", choices=(*NAMES, "answers"), help="these rows alone")
+    ap.add_argument("--quick", action="store_true", help="two values a row")
+    ap.add_argument("--repeats", type=int, default=4, help="values a row")
+    ap.add_argument("--time-limit", type=float, default=1e9, help="seconds; the rest is left out")
+    ap.add_argument("--grace", type=float, default=10.0, help="seconds that a begun row may add")
+    ap.add_argument("--url", help="measure this server instead of an ftd of our own")
+    ap.add_argument("--vocab", type=int, default=30000, help="with --url: token ids below it")
+    ap.add_argument("--prompt-tokens", type=int, default=512, help="before a decode")
+    ap.add_argument("--output-tokens", type=int, default=256)
+    ap.add_argument("--long-prompt", type=int, default=rows.PREFIX_TOKENS, help="cold, and prefix")
+    ap.add_argument("--beside-prompt", type=int, default=rows.LONG_TOKENS, help="beside a stream")
+    ap.add_argument("--seed", type=int, default=1)
+    ap.add_argument(
+        "--rates", type=float, nargs=3, default=[50.9, 137.0, 4800.0],
+        metavar=("LINK", "DRAM", "HBM"), help="GB/s of this machine; default: the H200 machine",
+    )  # fmt: skip
+    ap.add_argument("--out", type=Path, help="folder for results.json, plot.svg and logs")
+    ap.add_argument("--show", type=Path, nargs="+", metavar="JSON", help="print these results")
+    ap.add_argument("ftd", nargs="*", help="after --: further flags for ftd")
+    o = ap.parse_args()
+    if o.quick:
+        o.repeats = 2
+    return o
+
+
+def main() -> int:
+    o = arguments()
+    if o.show:
+        return show(o.show)
+    results = Results(o.out / "results.json" if o.out else None)
     try:
-        return bench_url(options) if options.url else bench_own(options)
+        (bench_url if o.url else bench_own)(o, results)
     except (BenchFailed, aiohttp.ClientError, TimeoutError) as error:
-        print(f"bench: {str(error) or type(error).__name__}", file=sys.stderr)
-        return 1
+        results.fail("bench", str(error) or type(error).__name__)
+    except KeyboardInterrupt:
+        results.fail("bench", "interrupted")
+    print(report(results))
+    if o.out:
+        (o.out / "plot.svg").write_text(plot(LINES, results))
+        (o.out / "table.md").write_text(report(results) + "\n")
+    gaps = results.facts.get("agreement")
+    return 1 if results.failed or (gaps and not agrees(gaps)) else 0
 
 
 if __name__ == "__main__":

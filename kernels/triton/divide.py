@@ -177,7 +177,7 @@ def divide(
     (T, K), H, E = ids.shape, x.shape[1], shared.address.shape[1]
     assert all(a.is_contiguous() for a in (ids, active, x, log, here)), (ids.stride(), x.stride())
     box = shared.mailbox
-    places = (0, 0, 0, 0)
+    places: tuple[int, ...] = (0, 0, 0, 0)
     if box is not None:
         assert box.x.dtype == x.dtype and len(box.x) >= T, (box.x.dtype, x.shape)
         places = tuple(part.data_ptr() for part in (box.bell, box.head, box.ids, box.x))

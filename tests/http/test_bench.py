@@ -1,0 +1,96 @@
+"""The table that the bench prints: measured over HTTP, kept as JSON, told beside its bars."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+from bench_report import Line, Results, plot, table
+from bench_roofline import Rates, Weights, least_step_s, read_weights
+from bench_rows import agreement
+from make_synthetic import make
+
+TOOL = Path(__file__).parents[2] / "tools" / "bench.py"
+MORE = Line("a.decode", "decode", "tok/s", 100, 200)
+LESS = Line("a.cold", "cold", "ms", 30, 20, "less")
+
+
+def test_medians_stand_beside_bars_and_rows_without_values_are_left_out():
+    results = Results(values={"a.decode": [90, 150, 160]})
+    text = table((MORE, LESS), {"": results})
+    assert "| decode | 150 tok/s | 90 to 160 | 3 | ≥ 100 reached | ≥ 200 missed |" in text
+    assert "cold" not in text
+    peer = Results(values={"a.cold": [40.0]})
+    text = table((MORE, LESS), {"ftd": results, "peer": peer})
+    assert "| cold |  | 40 ms (40 to 40, 1) |" in text
+    assert len({line.count("|") for line in text.splitlines()}) == 1
+
+
+def test_a_cut_run_has_kept_what_it_measured(tmp_path):
+    results = Results(tmp_path / "new" / "results.json")
+    results.add("a.decode", [1.0])
+    results.add("a.decode", [2.0])
+    results.note("agreement", {"mean": 0.0})
+    results.fail("a.cold", "the server went away")
+    kept = Results.read(results.path)
+    assert kept.values == {"a.decode": [1.0, 2.0]}
+    assert kept.failed == {"a.cold": "the server went away"}
+    assert sorted(p.name for p in results.path.parent.iterdir()) == ["results.json"]
+
+
+def test_the_plot_is_an_image_of_every_row_with_a_bar():
+    results = Results(values={"a.decode": [150], "a.cold": [40], "a.other": [1]})
+    svg = ElementTree.fromstring(plot((MORE, LESS, Line("a.other", "<other>", "s")), results))
+    widths = [float(e.get("width")) for e in svg.iter() if e.tag.endswith("rect")]
+    assert len(widths) == 2
+    assert widths[0] == pytest.approx(2 * widths[1], rel=0.01)  # 1.5 and 0.75 times their bars
+
+
+def test_agreement_compares_drawn_tokens_until_they_part():
+    one = {"prompts": [[-1.0, -2.0]], "tokens": [["a", "b", "c"]], "drawn": [[-1.0, -1.0, -9.0]]}
+    other = {"prompts": [[-1.0, -2.5]], "tokens": [["a", "b", "d"]], "drawn": [[-1.0, -1.1, -1.0]]}
+    gaps = agreement(one, other, 0.25)
+    assert (gaps["compared"], gaps["bitwise"], gaps["drawn_equal"], gaps["answers_parted"]) == (
+        4, 2, 2, 1,
+    )  # fmt: skip
+    assert gaps["largest"] == 0.5
+    assert gaps["far"] == 0.25
+
+
+def test_the_roofline_counts_the_bytes_of_the_checkpoint(tmp_path):
+    made = make(tmp_path, "tiny-qwen3.6", layers=2)
+    weights = read_weights(tmp_path)
+    assert (weights.num_experts, weights.experts_per_token) == (2 * made.experts, 2)
+    assert weights.expert_bytes == 3 * 128 * 64 * 2  # a shared expert is none of them
+    embedding = made.vocab * 128 * 2
+    assert weights.dense_bytes == made.total_bytes - 32 * weights.expert_bytes - embedding
+    weights = Weights(10.0, 100, 32, 2, 2, 512)
+    rates = Rates(link=1.0, dram=3.0, hbm=50.0)
+    assert least_step_s(weights, {"hits": 5, "misses": 2}, rates) == 20 / 4 + 150 / 50
+
+
+async def test_any_server_is_measured_by_its_url(front, tmp_path):
+    front.script("", "word " * 7000, delay_s=0.002)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, TOOL, "--url", front.url, "--vocab", "200", "--quick",
+        "--only", "decode", "streams", "cold", "append20", "beside", "--out", tmp_path,
+        "--prompt-tokens", "20", "--output-tokens", "16", "--long-prompt", "30",
+        "--beside-prompt", "40",
+        stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    out, _ = await process.communicate()
+    kept = json.loads((tmp_path / "results.json").read_text())
+    assert not kept["failed"]
+    assert {key: len(values) for key, values in kept["values"].items()} == {
+        "url.decode": 2, "url.streams": 1, "url.cold": 2, "url.append20": 2, "url.kept": 1,
+        "url.slower": 1,
+    }  # fmt: skip
+    assert "| decode, 1 stream |" in out.decode()
+    assert process.returncode == 0
