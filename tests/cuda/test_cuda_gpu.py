@@ -10,10 +10,18 @@ from cuda_core import cuda_core
 from driving import Answer, answer_all, check_pages, comparable, engine_core
 from test_contract import ORACLES, requests
 
+from ftd.errors import EngineFailed
+from ftd.kernels.cpu import native
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+needs_cpu_kernels = pytest.mark.skipif(
+    native.unavailable_reason() is not None, reason="the C++ kernels are not built"
+)
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "qwen3_moe-window"])
@@ -41,6 +49,59 @@ def test_tokens_equal_those_of_the_cpu(model, tokens, slots, pinned):
             assert {name: answer[0] for name, answer in answers.items()} == tokens
         status = core.status()
     assert (status.expert_misses > 0) == (slots < 32)
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("fetch_of", [[0], [0, 0, 1, 2]])
+def test_misses_divided_between_link_and_cpu(model, tokens, fetch_of):
+    from ftd.kernels.triton.ops import CudaOps
+
+    with cuda_core(
+        model, slots=7, fetch_of=fetch_of, ops=CudaOps(), device="cuda:0", max_running=8
+    ) as core:
+        for _ in range(2):
+            answers = comparable(answer_all(core, requests()))
+            assert {name: answer[0] for name, answer in answers.items()} == tokens
+        counters = core.experts.counters()
+    assert counters.on_cpu > 0 and counters.fills > 0
+
+
+@needs_cpu_kernels
+def test_a_stuck_cpu_fails_the_engine_and_nothing_hangs(model):
+    from ftd.kernels.triton.ops import CudaOps
+
+    with cuda_core(
+        model, slots=0, fetch_of=[0], ops=CudaOps(), device="cuda:0", max_running=3, deadline_s=0.5
+    ) as core:
+        core.experts.division.cpu.service.stick()
+        with pytest.raises(EngineFailed, match="computed no experts for"):
+            answer_all(core, requests())
+
+
+@needs_cpu_kernels
+def test_a_copy_goes_on_while_a_step_waits_for_the_cpu(model):
+    """Waits must not stand in the way of fills, or the two would stop each other."""
+    from ftd.kernels.triton.ops import CudaOps
+
+    with cuda_core(
+        model, slots=0, fetch_of=[0], ops=CudaOps(), device="cuda:0", max_running=1, deadline_s=5.0
+    ) as core:
+        one = requests()[0]
+        core.add(one)
+        core.step()  # the prompt; its first decode step may be launched ahead
+        core.settle()
+        core.experts.division.cpu.service.stick()
+        core._ahead = core._launch()  # asks, and waits for what does not come
+        source = torch.ones(1 << 20).pin_memory()
+        target = torch.zeros(1 << 20, device="cuda:0")
+        with torch.cuda.stream(torch.cuda.Stream()):
+            target.copy_(source, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        copied.synchronize()  # would last as long as the wait if they shared a queue
+        assert core.experts.division.cpu._late == ""
+        with pytest.raises(EngineFailed):
+            core.settle()
 
 
 def test_memory_comes_and_goes_under_captured_steps(model, tokens):
