@@ -20,19 +20,21 @@ from triton.runtime.jit import JITFunction
 from ftd.kernels.cpu.service import Mailbox
 from ftd.kernels.divide import new_shared
 from ftd.kernels.formats import FORMATS, expert_layout
-from ftd.kernels.triton import divide
+from ftd.kernels.sample import Drawn, Kept, Rows, mask_words
+from ftd.kernels.triton import divide, sample
 from ftd.kernels.triton.ops import CudaOps
 
 POINTER = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
     torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1", torch.float64: "*fp64",
 }  # fmt: skip
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 launched: dict[Any, tuple[JITFunction, dict[str, Any], dict[str, Any]]] = {}
 
 
 def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-    options = {k: kwargs.pop(k) for k in ("num_warps", "num_stages") if k in kwargs}
+    options = {k: kwargs.pop(k) for k in OPTIONS if k in kwargs}
     values = dict(zip(self.arg_names, args)) | kwargs
     signature, constants, attrs = {}, {}, {}
     for i, parameter in enumerate(self.params):
@@ -110,6 +112,12 @@ def launch_everything() -> None:
     ops.silu_mul(tensor(4, 6144), tensor(4, 6144))
     ops.route(tensor(4, 128, dtype=f32), 8, True)
     ops.route(tensor(4, 512, dtype=f32), 10, False)
+    for V in (151936, 248320):
+        rows, kept, out = Rows(4, "meta"), Kept(8, V, "meta"), Drawn.empty(4, "meta")
+        logits, mask = tensor(4, V, dtype=f32), tensor(4, mask_words(V), dtype=i32)
+        work, ids = sample.Work(8, V, "meta"), tensor(4, dtype=i64)
+        for full in (False, True):
+            sample.sample(logits, rows, kept, mask, out, ids, work, full=full)
 
 
 def launch_division() -> None:

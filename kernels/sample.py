@@ -1,0 +1,189 @@
+"""One token for each row of logits: what the device's sampler reads, keeps and brings.
+
+The rules, and their order, are those of ``ftd.engine.sampling``. Everything lies in buffers of
+fixed addresses, so that a captured graph serves any rows: numbers of each row in one block that one
+copy moves, results in another; token counts and biases in slots that a row names, since they are
+large and change hands seldom.
+
+``sample_ref`` is the torch reference of ``ftd.kernels.triton.sample``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+MOST_TOP = 20  # alternatives beside the drawn token
+BIASED, PENALISED, MASKED, LOGPROBS = 1, 2, 4, 8  # flags of a row: what it needs beside a draw
+# Temperatures beyond these overflow float32 and draw like these: greedy, and evenly.
+COLDEST, HOTTEST = 1e-30, 1e30
+
+
+@dataclass(frozen=True, slots=True)
+class RowNumbers:
+    """How one row is drawn from; the defaults are those of a row that nobody looks at."""
+
+    temperature: float = 0.0  # 0: greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
+    flags: int = 0
+    slot: int = -1  # of counts and biases
+
+    @property
+    def plain(self) -> bool:
+        """Nothing but a temperature."""
+        return not self.flags and self.temperature * self._shaped == 0
+
+    @property
+    def _shaped(self) -> int:
+        return int(self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+
+class Rows:
+    """Numbers of B rows, as views of one block of bytes."""
+
+    def __init__(self, batch: int, device: torch.device | str = "cpu") -> None:
+        self.block = torch.zeros(48 * batch, dtype=torch.uint8, device=device)
+        parts = self.block.split([16 * batch, 20 * batch, 12 * batch])
+        self.doubles = parts[0].view(torch.float64).view(2, batch)  # uniform in (0, 1), top_p
+        # temperature, log of min_p, presence, frequency, repetition
+        self.floats = parts[1].view(torch.float32).view(5, batch)
+        self.ints = parts[2].view(torch.int32).view(3, batch)  # top_k, slot, flags
+
+    def set(self, row: int, numbers: RowNumbers, uniform: float) -> None:
+        """On the CPU."""
+        n = numbers
+        least = math.log(n.min_p) if n.min_p > 0 else -math.inf
+        hot = n.temperature and min(max(n.temperature, COLDEST), HOTTEST)
+        top_k = min(n.top_k, 2**31 - 1)
+        self.doubles.numpy()[:, row] = uniform, n.top_p
+        self.floats.numpy()[:, row] = hot, least, n.presence, n.frequency, n.repetition
+        self.ints.numpy()[:, row] = top_k, n.slot, n.flags
+
+
+class Kept:
+    """What rows have beside numbers, on the device.
+
+    Attributes:
+        counts: [S, V] int32; twice how often a token is part of the output, one more if it is part
+            of the prompt.
+        bias: [S, V] float32, added to the logits.
+    """
+
+    def __init__(self, slots: int, vocab: int, device: torch.device | str) -> None:
+        self.counts = torch.zeros(slots, vocab, dtype=torch.int32, device=device)
+        self.bias = torch.zeros(slots, vocab, dtype=torch.float32, device=device)
+
+
+class Drawn:
+    """What B rows have brought, as views of one block of bytes.
+
+    Attributes:
+        tokens: [B] int64; -1: the mask allows nothing.
+        bad: [B] int32, logits that are not finite.
+        logprob: [B] float32, of the token, where asked for.
+        top, top_logprobs: [B, MOST_TOP], best first, of equal ones the lowest id.
+    """
+
+    def __init__(self, block: torch.Tensor) -> None:
+        batch = len(block) // self.row_bytes()
+        wide = 4 * MOST_TOP * batch
+        parts = block.split([8 * batch, 4 * batch, 4 * batch, wide, wide])
+        self.block = block
+        self.tokens = parts[0].view(torch.int64)
+        self.bad = parts[1].view(torch.int32)
+        self.logprob = parts[2].view(torch.float32)
+        self.top = parts[3].view(torch.int32).view(batch, MOST_TOP)
+        self.top_logprobs = parts[4].view(torch.float32).view(batch, MOST_TOP)
+
+    @staticmethod
+    def row_bytes() -> int:
+        return 16 + 8 * MOST_TOP
+
+    @classmethod
+    def empty(cls, batch: int, device: torch.device | str) -> Drawn:
+        return cls(torch.zeros(batch * cls.row_bytes(), dtype=torch.uint8, device=device))
+
+
+def mask_words(vocab: int) -> int:
+    return -(-vocab // 32)
+
+
+def sample_ref(
+    logits: torch.Tensor,  # [B, V] float32, not changed
+    rows: Rows,  # of B rows
+    kept: Kept,
+    mask: torch.Tensor,  # [B, ceil(V / 32)] int32
+    out: Drawn,
+) -> None:
+    """Draw; a drawn token is added to its row's counts."""
+    out.bad.copy_((~logits.isfinite()).sum(1))
+    uniforms, top_ps = rows.doubles.tolist()
+    for b, (top_k, slot, flags) in enumerate(rows.ints.T.tolist()):
+        temperature, least, presence, frequency, repetition = rows.floats[:, b]
+        x = logits[b].clone()
+        if flags & BIASED:
+            x += kept.bias[slot]
+        if flags & PENALISED:
+            x = _penalised(x, kept.counts[slot], presence, frequency, repetition)
+        if flags & MASKED:
+            bits = mask[b, :, None] >> torch.arange(32, dtype=torch.int32) & 1
+            x[bits.flatten()[: len(x)] == 0] = -math.inf
+        best = int(x.argmax())
+        if not x[best].isfinite():
+            out.tokens[b] = -1
+        elif temperature == 0:
+            out.tokens[b] = best
+        else:
+            x = (x - x[best]) / temperature
+            x[x < _floor(x, top_k, top_ps[b], float(least))] = -math.inf
+            mass = x.exp().cumsum(0, dtype=torch.float64)
+            picked = torch.searchsorted(mass, mass[-1] * uniforms[b], right=True)
+            out.tokens[b] = picked.clamp(max=len(x) - 1)
+        if flags & PENALISED and out.tokens[b] >= 0:
+            kept.counts[slot, out.tokens[b]] += 2
+        if flags & LOGPROBS:
+            _logprobs(logits[b], b, out)
+
+
+def _penalised(
+    x: torch.Tensor,
+    counts: torch.Tensor,
+    presence: torch.Tensor,
+    frequency: torch.Tensor,
+    repetition: torch.Tensor,
+) -> torch.Tensor:
+    times = (counts >> 1).float()
+    x = torch.where(counts > 0, torch.where(x > 0, x / repetition, x * repetition), x)
+    return x - (presence * (times > 0) + frequency * times)
+
+
+def _floor(x: torch.Tensor, top_k: int, top_p: float, least: float) -> float:
+    """The smallest kept value of ``x`` [V], whose largest is 0."""
+    floor = least
+    if 0 < top_k < len(x):
+        floor = max(floor, float(x.topk(top_k).values[-1]))
+        x = x[x >= float(x.topk(top_k).values[-1])]
+    if top_p < 1:
+        ordered = x.sort(descending=True).values
+        mass = ordered.exp().cumsum(0, dtype=torch.float64)
+        wanted = top_p * x.exp().sum(dtype=torch.float64)
+        at = int(torch.searchsorted(mass, wanted))
+        floor = max(floor, float(ordered[min(at, len(ordered) - 1)]))
+    return floor
+
+
+def _logprobs(row: torch.Tensor, b: int, out: Drawn) -> None:
+    norm = row.logsumexp(0)
+    out.logprob[b] = row[out.tokens[b]] - norm
+    values, ids = row.topk(min(MOST_TOP, len(row)))
+    best = np.lexsort((ids.numpy(), -values.numpy()))
+    out.top[b, : len(best)] = ids[best].int()
+    out.top_logprobs[b, : len(best)] = (values - norm)[best]
