@@ -8,6 +8,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+
+from .delta import (
+    UNIT_EPS,
+    DeltaWeights,
+    LayerStates,
+    StateRows,
+    States,
+    StateSpan,
+    causal_conv,
+    delta_scan,
+    state_views,
+)
 
 
 class ComposedOps:
@@ -57,3 +70,82 @@ class ComposedOps:
             self.rope(k, *turn, interleaved)
         self.write_kv(k, v, place, k_pages, v_pages)
         return q
+
+    def delta(
+        self: Any,
+        qkv: torch.Tensor,
+        z: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        weights: DeltaWeights,
+        states: LayerStates,
+        at: States,
+    ) -> torch.Tensor:
+        # in float64: torch's vector and scalar code differ in the last bit of a float32 exponential
+        beta = b.double().sigmoid().float()  # [T, NV]
+        decay = (weights.rate * F.softplus(a.double() + weights.bias)).exp().float()
+        mixed = torch.zeros(len(qkv), weights.num_value_heads, weights.value_dim)
+        spans, end = _spans(at), len(qkv)
+        for span in spans:
+            rows = slice(span.begin, span.end)
+            mixed[rows] = self._scanned(qkv[rows], decay[rows], beta[rows], weights, states, span)
+            end = span.end
+        if not isinstance(at, StateRows):
+            mixed[end:] = mixed[end - 1]
+        gate = F.silu(z.double()).float().view_as(mixed)
+        y = self.rms_norm(mixed, weights.norm, weights.norm_eps, torch.float32) * gate
+        return y.to(qkv.dtype).view(len(qkv), -1)
+
+    def _scanned(
+        self: Any,
+        qkv: torch.Tensor,  # [T, C] act: of one sequence
+        decay: torch.Tensor,  # [T, NV]
+        beta: torch.Tensor,
+        weights: DeltaWeights,
+        states: LayerStates,
+        span: StateSpan,
+    ) -> torch.Tensor:  # [T, NV, DV] float32
+        past = len(weights.conv) - 1
+        tail, state = torch.zeros(past, qkv.shape[1], dtype=qkv.dtype), None
+        if span.source is not None:
+            state, tail = state_views(states, span.source, weights, qkv.dtype)
+        inputs = torch.cat((tail, qkv))  # [W - 1 + T, C]
+        q, k, v = self._delta_heads(causal_conv(inputs, weights.conv), weights)
+        parts, row = [], 0
+        for end, slot in span.targets:
+            end -= span.begin
+            part = slice(row, end)
+            target, tail = state_views(states, slot, weights, qkv.dtype)
+            parts.append(
+                delta_scan(q[part], k[part], v[part], decay[part], beta[part], state, target)
+            )
+            tail.copy_(inputs[end : end + past])
+            state, row = target, end
+        return torch.cat(parts)
+
+    def _delta_heads(
+        self: Any, qkv: torch.Tensor, weights: DeltaWeights
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q and k of unit length, q scaled, a head for each of v's: [T, NV, D] float32."""
+        keys, dim = weights.num_key_heads * weights.key_dim, weights.key_dim
+        q, k, v = qkv.split((keys, keys, weights.num_value_heads * weights.value_dim), dim=1)
+        served = weights.num_value_heads // weights.num_key_heads
+        units = []
+        for part, scale in ((q, dim**-0.5), (k, 1.0)):
+            heads = part.reshape(len(part), -1, dim).contiguous()
+            # an RMS norm with the number of channels taken out
+            unit = torch.full((dim,), scale * dim**-0.5)
+            unit = self.rms_norm(heads, unit, UNIT_EPS / dim, torch.float32)
+            units.append(unit.repeat_interleave(served, dim=1))
+        return *units, v.float().reshape(len(v), -1, weights.value_dim).contiguous()
+
+
+def _spans(at: States) -> tuple[StateSpan, ...]:
+    if not isinstance(at, StateRows):
+        return at
+    rows = enumerate(zip(at.source.tolist(), at.target.tolist()))
+    return tuple(
+        StateSpan(row, source if source >= 0 else None, ((row + 1, target),))
+        for row, (source, target) in rows
+        if target >= 0
+    )

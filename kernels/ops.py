@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 
 from .activation import SILU, Activation
+from .delta import DeltaWeights, LayerStates, States
 from .formats import ExpertLayout, Matrix
 
 
@@ -140,4 +141,23 @@ class Ops(Protocol):
         v_pages: torch.Tensor,
     ) -> torch.Tensor:  # [T, N, D] act
         """Norm of each head, rope, ``write_kv`` of k and v; returns q."""
+        ...
+
+    def delta(
+        self,
+        qkv: torch.Tensor,  # [T, C] act, contiguous: all q heads, then k, then v
+        z: torch.Tensor,  # [T, NV DV] act, contiguous
+        b: torch.Tensor,  # [T, NV] float32
+        a: torch.Tensor,  # [T, NV] float32
+        weights: DeltaWeights,
+        states: LayerStates,
+        at: States,  # which rows are whose, and the slots of their states
+    ) -> torch.Tensor:  # [T, NV DV] act
+        """norm(delta rule of convolved q, k, v) · silu(z); q and k of unit length.
+
+        beta = sigmoid(b); decay = exp(rate · softplus(a + bias)); the rule itself is in
+        ``kernels.delta``. States of the spans' targets are written. Rows behind the last span are
+        padding: they repeat the last row's result, but for the factor silu(z).
+        Rounding points: convolved q, k, v and the result in act, everything else in float32.
+        """
         ...

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from ftd.engine.recurrence import StateMoves
-from ftd.model.step import StateSpan, StepInput
+from ftd.kernels.delta import StateSpan
+from ftd.model.step import StepInput
 
 
 @dataclass(frozen=True, slots=True)

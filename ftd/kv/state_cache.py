@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import mmap
 from contextlib import suppress
-from math import prod
 
 import torch
 
 from ftd.errors import BudgetExceeded
+from ftd.kernels.delta import LayerStates
 from ftd.model.spec import DeltaSpec, ModelSpec
 from ftd.units import format_bytes
 
@@ -20,10 +20,9 @@ _ALIGN_BYTES = 64  # a cache line: what is computed from a state must not depend
 
 
 class StateCache:
-    """``recurrent[layer][slot]``: [NV, DK, DV] float32; ``tail[layer][slot]``: [W - 1, C] act.
+    """``layers[layer]`` says where a layer's part of each slot lies; it counts delta layers.
 
-    ``layer`` counts delta layers. The tail is the input of the convolution at the last W - 1
-    tokens. A slot holds zeros until it is first written, and anything after that.
+    A slot holds zeros until it is first written, and anything after that.
     """
 
     def __init__(self, spec: ModelSpec, num_slots: int, dtype: torch.dtype) -> None:
@@ -31,19 +30,8 @@ class StateCache:
         self.slot_bytes = slot_bytes(spec, dtype.itemsize)
         self._memory = _map(num_slots * self.slot_bytes)
         slots = torch.frombuffer(self._memory, dtype=torch.uint8).view(num_slots, self.slot_bytes)
-        self.recurrent: list[torch.Tensor] = []
-        self.tail: list[torch.Tensor] = []
-        offset = 0
-        for layer in spec.delta_layers:
-            for tensors, shape, kind in (
-                (self.recurrent, _recurrent_shape(layer), torch.float32),
-                (self.tail, _tail_shape(layer), dtype),
-            ):
-                num_bytes = prod(shape) * kind.itemsize
-                tensors.append(
-                    slots[:, offset : offset + num_bytes].view(kind).view(num_slots, *shape)
-                )
-                offset += _aligned(num_bytes)
+        address = slots.data_ptr() + self.slot_bytes * torch.arange(num_slots)
+        self.layers = layer_states(spec, dtype.itemsize, address)
         self._slots = slots
 
     def slot(self, slot: int) -> torch.Tensor:
@@ -52,7 +40,6 @@ class StateCache:
 
     def close(self) -> None:
         """Give the memory back. Views that outlive this read zeros."""
-        self.recurrent, self.tail = [], []
         self._slots = self._slots[:0]
         self._memory.madvise(mmap.MADV_DONTNEED)
 
@@ -60,17 +47,26 @@ class StateCache:
 def slot_bytes(spec: ModelSpec, act_bytes: int) -> int:
     """Bytes of one sequence's state over all layers; 0 for a model that only attends."""
     return sum(
-        _aligned(prod(_recurrent_shape(layer)) * 4) + _aligned(prod(_tail_shape(layer)) * act_bytes)
-        for layer in spec.delta_layers
+        _recurrent_bytes(layer) + _tail_bytes(layer, act_bytes) for layer in spec.delta_layers
     )
 
 
-def _recurrent_shape(layer: DeltaSpec) -> tuple[int, int, int]:
-    return layer.num_value_heads, layer.key_dim, layer.value_dim
+def layer_states(spec: ModelSpec, act_bytes: int, address: torch.Tensor) -> list[LayerStates]:
+    """How the layers divide a slot: each its recurrent part, then its tail."""
+    found, offset = [], 0
+    for layer in spec.delta_layers:
+        tail = offset + _recurrent_bytes(layer)
+        found.append(LayerStates(address, offset, tail))
+        offset = tail + _tail_bytes(layer, act_bytes)
+    return found
 
 
-def _tail_shape(layer: DeltaSpec) -> tuple[int, int]:
-    return layer.conv_width - 1, layer.channels
+def _recurrent_bytes(layer: DeltaSpec) -> int:
+    return _aligned(layer.num_value_heads * layer.key_dim * layer.value_dim * 4)
+
+
+def _tail_bytes(layer: DeltaSpec, act_bytes: int) -> int:
+    return _aligned((layer.conv_width - 1) * layer.channels * act_bytes)
 
 
 def _aligned(num_bytes: int) -> int:

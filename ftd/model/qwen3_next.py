@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
-from .delta import DeltaNet, GroupedProjection, Projection, unit_norm
+from ftd.kernels.delta import DeltaWeights
+
+from .delta import DeltaNet, GroupedProjection, Projection
 from .family import DecoderFamily, Shapes
-from .layers import Block, RmsNorm
+from .layers import Block
 from .published import Published
 from .reading import read_attention, read_mlps, read_model, read_moe, read_num_layers
 from .rope import Rotary
@@ -58,16 +60,18 @@ class DeltaFamily(DecoderFamily):
         conv = dense.tensor(f"{at}.conv1d.weight").float()
         return DeltaNet(
             ops,
-            mixer,
             spec.place(layer),
             project=self.build_projection(dense, at, mixer),
-            conv=conv.squeeze(1).T.contiguous(),
-            rate=-dense.tensor(f"{at}.A_log").double().exp(),
-            bias=dense.tensor(f"{at}.dt_bias").double(),
-            q_unit=unit_norm(ops, mixer.key_dim, mixer.key_dim**-0.5),
-            k_unit=unit_norm(ops, mixer.key_dim),
-            norm=RmsNorm(
-                ops, dense.tensor(f"{at}.norm.weight").float(), spec.norm_eps, torch.float32
+            weights=DeltaWeights(
+                mixer.num_key_heads,
+                mixer.num_value_heads,
+                mixer.key_dim,
+                mixer.value_dim,
+                conv=conv.squeeze(1).T.contiguous(),
+                rate=-dense.tensor(f"{at}.A_log").double().exp(),
+                bias=dense.tensor(f"{at}.dt_bias").double(),
+                norm=dense.tensor(f"{at}.norm.weight").float(),
+                norm_eps=spec.norm_eps,
             ),
             out=dense.linear(f"{at}.out_proj", torch.float32),
         )

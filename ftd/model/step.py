@@ -6,19 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-
-@dataclass(frozen=True, slots=True)
-class StateSpan:
-    """Where the recurrent state of one sequence is read, and where later ones are written."""
-
-    begin: int  # its first row in the step
-    source: int | None  # slot of the state before that row; None: the sequence begins here
-    # (row that comes after, slot) in order of rows; the last one is after the sequence's last row
-    targets: tuple[tuple[int, int], ...]
-
-    @property
-    def end(self) -> int:
-        return self.targets[-1][0]
+from ftd.kernels.delta import States
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,4 +19,4 @@ class StepInput:
     place: torch.Tensor  # [T] int64, page * page_tokens + offset: where the row's KV goes
     page_table: torch.Tensor  # [B, M] int32, pages in order; unused entries 0
     logit_rows: torch.Tensor  # [R] int64, rows whose logits are wanted
-    states: tuple[StateSpan, ...] = ()  # of every sequence, if the model has recurrent layers
+    states: States = ()  # of every sequence, if the model has recurrent layers

@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 
 from ..activation import SILU, Activation
+from ..delta import DeltaWeights, LayerStates, StateRows, States
 from ..formats import ExpertLayout, Matrix
-from . import attention, linear, moe_decode, moe_prefill, norms, route
+from . import attention, delta, delta_step, linear, moe_decode, moe_prefill, norms, route
 from .moe_decode import Tuning
 
 UNSCALED_ONLY = "a model with scaled formats, biases or another activation was planned for a GPU"
@@ -171,3 +172,17 @@ class CudaOps:
 
     def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return norms.silu_mul(gate, up)
+
+    def delta(
+        self,
+        qkv: torch.Tensor,  # [T, C] act
+        z: torch.Tensor,  # [T, NV DV] act
+        b: torch.Tensor,  # [T, NV] float32
+        a: torch.Tensor,  # [T, NV] float32
+        weights: DeltaWeights,
+        states: LayerStates,
+        at: States,
+    ) -> torch.Tensor:  # [T, NV DV] act
+        if isinstance(at, StateRows):
+            return delta_step.delta_step(qkv, z, b, a, weights, states, at)
+        return delta.delta_chunks(qkv, z, b, a, weights, states, at)

@@ -183,8 +183,8 @@ def test_a_damaged_state_fails_its_request_and_nothing_of_it_is_used_again(model
     with recurrent_core(model, prefill_chunk=32) as core:
         core.add(one)
         core.step()
-        for states in core.kv.states.recurrent:
-            states.fill_(float("nan"))
+        for slot in range(core.kv.states.num_slots):
+            core.kv.states.slot(slot).fill_(255)  # NaN, whatever the type
         outputs = []
         while core.has_work():
             outputs += core.step()

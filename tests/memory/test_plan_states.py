@@ -86,16 +86,18 @@ def test_a_later_plan_leaves_states_as_they_are():
 def test_the_cache_takes_what_was_planned():
     cache = StateCache(spec(), 3, torch.bfloat16)
     assert cache.slot_bytes == STATE
-    assert [t.shape for t in (cache.recurrent[29], cache.tail[29])] == [
-        (3, 32, 128, 128),
-        (3, 3, 8192),
+    assert len(cache.layers) == 30
+    last = cache.layers[29]
+    assert last.tail - last.recurrent == 32 * 128 * 128 * 4
+    assert cache.slot_bytes - last.tail == 3 * 8192 * 2
+    assert [int(cache.layers[0].address[slot]) for slot in range(3)] == [
+        cache.slot(slot).data_ptr() for slot in range(3)
     ]
-    cache.recurrent[29][1] = 1.0
-    cache.tail[0][1] = 2.0
+    cache.slot(1)[last.recurrent :] = 7
     assert not cache.slot(0).any() and not cache.slot(2).any()
     copy = cache.slot(1).clone()
     cache.slot(2)[:] = copy
-    assert (cache.recurrent[29][2] == 1.0).all() and (cache.tail[0][2] == 2.0).all()
+    assert (cache.slot(2)[last.recurrent :] == 7).all()
     cache.close()
 
 

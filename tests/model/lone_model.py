@@ -11,11 +11,12 @@ from ftd.checkpoint.headers import check, read_checkpoint
 from ftd.checkpoint.load import load_weights
 from ftd.experts.host_pool import HostPool
 from ftd.kernels.activation import Activation
+from ftd.kernels.delta import StateSpan
 from ftd.kernels.ops import Ops
 from ftd.kv.cache import KvCache
 from ftd.kv.state_cache import StateCache
 from ftd.model.registry import architecture_for
-from ftd.model.step import StateSpan, StepInput
+from ftd.model.step import StepInput
 
 
 class PlainExperts:

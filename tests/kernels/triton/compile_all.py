@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from ftd.kernels.cpu.service import Mailbox
+from ftd.kernels.delta import DeltaWeights, LayerStates, StateRows, StateSpan
 from ftd.kernels.divide import new_shared
 from ftd.kernels.formats import FORMATS, expert_layout
 from ftd.kernels.sample import Drawn, Kept, Rows, mask_words
@@ -118,6 +119,27 @@ def launch_everything() -> None:
         work, ids = sample.Work(8, V, "meta"), tensor(4, dtype=i64)
         for full in (False, True):
             sample.sample(logits, rows, kept, mask, out, ids, work, full=full)
+    launch_delta(ops)
+
+
+def launch_delta(ops: CudaOps) -> None:
+    """The shapes of Qwen3.6-35B-A3B."""
+    i64, f32, f64 = torch.int64, torch.float32, torch.float64
+    NK, NV, D = 16, 32, 128
+    C = (2 * NK + NV) * D
+    head = tensor(NV, dtype=f64)
+    weights = DeltaWeights(
+        NK, NV, D, D, tensor(4, C, dtype=f32), head, head, tensor(D, dtype=f32), 1e-6
+    )
+    states = LayerStates(tensor(32, dtype=i64), 0, NV * D * D * 4)
+    for act in (torch.bfloat16, f32):
+        row = tensor(1, NV, dtype=f32)
+        slots = tensor(1, dtype=i64)
+        one = tensor(1, C, dtype=act), tensor(1, NV * D, dtype=act), row, row
+        ops.delta(*one, weights, states, StateRows(slots, slots))
+        gates = tensor(80, NV, dtype=f32)
+        some = tensor(80, C, dtype=act), tensor(80, NV * D, dtype=act), gates, gates
+        ops.delta(*some, weights, states, (StateSpan(0, None, ((80, 1),)),))
 
 
 def launch_division() -> None:
