@@ -7,6 +7,7 @@ in stream order, and the layers of a graph.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any, Protocol
 
 import numpy as np
@@ -98,6 +99,12 @@ class Division:
         """Every expert is read where the table says; nothing is stored, nobody asked."""
         address = self.shared.address[row]
         return self._ops.moe(x, ids, weights, address, self._layout, self._activation)
+
+    def aside(self, shared: Shared) -> Division:
+        """Layers that share nothing with the steps that serve but what ``shared`` does."""
+        other = copy(self)
+        other.shared = shared
+        return other
 
     # ---- between steps
 

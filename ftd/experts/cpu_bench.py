@@ -53,8 +53,11 @@ class CpuBench:
     def once(self, rows: int, experts: int) -> float:
         """Compute experts drawn anew; the seconds it took, drawing not counted."""
         drawn = routes(self._random, rows, experts, self.experts_per_token, len(self._address))
-        ids = torch.from_numpy(drawn)
-        x = torch.full((rows, self._layout.hidden), 0.5, dtype=self._act)
+        return self.compute(torch.from_numpy(drawn))
+
+    def compute(self, ids: torch.Tensor) -> float:
+        """The experts of ``ids`` [rows, K] int32; the seconds it took."""
+        x = torch.full((len(ids), self._layout.hidden), 0.5, dtype=self._act)
         weights = torch.ones(ids.shape)
         if isinstance(self._ops, NativeOps):
             self._ops.pool.wake()
