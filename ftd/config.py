@@ -97,6 +97,13 @@ class Config:
         kinds.whole(16, 2**28, auto=True, kilo=True),
         "Size of the KV pool that all sequences and the prefix cache share, in tokens.",
     )
+    host_kv: int | Auto = setting(
+        "auto",
+        kinds.size(0, 2**50, auto=True),
+        "Host memory for KV that is evicted from a GPU and may be asked for again; pinned as it "
+        "fills up. auto: a share of what is free beside the experts; 0: none. The CPU device has "
+        "its KV in host memory already.",
+    )
     vram: Amount | None = setting(
         None,
         kinds.amount(),

@@ -128,8 +128,10 @@ def whole(low: int, high: int, *, auto: bool = False, kilo: bool = False) -> Kin
     return Kind(allowed, parse, "N|auto" if auto else "N")
 
 
-def size(low: int, high: int) -> Kind:
-    def parse(value: Any, typed: bool) -> int:
+def size(low: int, high: int, *, auto: bool = False) -> Kind:
+    def parse(value: Any, typed: bool) -> int | str:
+        if auto and value == "auto":
+            return "auto"
         size = value if isinstance(value, int) and not isinstance(value, bool) else None
         if size is None:
             if not isinstance(value, str):
@@ -142,6 +144,8 @@ def size(low: int, high: int) -> Kind:
             )
         return size
 
+    if auto:
+        return Kind(f"{SIZE_EXAMPLES}, or auto", parse, "SIZE|auto")
     return Kind(SIZE_EXAMPLES, parse, "SIZE")
 
 

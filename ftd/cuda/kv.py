@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -11,6 +13,7 @@ from ftd.model.spec import ModelSpec
 from ftd.units import MiB
 
 from .memory import DeviceMemory
+from .tables import Marker, on_stream
 
 _MOVED_AT_ONCE_BYTES = 32 * MiB  # what is copied stands twice in memory for a moment
 
@@ -55,15 +58,59 @@ class CudaKvCache(KvCache):
         length = (self.max_pages * parts + 1) * part  # up to the last page's own
         views = [flat[i * part :][:length].view(-1, *shape) for i in range(parts)]
         self.k, self.v = views[0::2], views[1::2]
+        self._raw = self._room.span()[:most].view(self.max_pages + 1, self.page_bytes)
         self.bytes = self._room.mapped_bytes
+        device = memory.device
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copied = Marker(device)  # all that has been queued there
+        self._joined = True  # steps come behind it
+
+    # ---- to host memory and back, beside the steps
+
+    def save(self, pages: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
+        """Queue copies of pages to pinned memory, [page_bytes] uint8 each.
+
+        Steps that write to these pages have to be launched behind ``join``.
+        """
+        with self._beside_steps():
+            for page, row in zip(pages, rows, strict=True):
+                row.copy_(self._raw[page], non_blocking=True)
+            self._copied.mark()
+
+    def load(self, pages: Sequence[int], rows: Sequence[torch.Tensor]) -> Marker:
+        """Queue copies the other way; returns when they are done.
+
+        Steps launched before that must not touch these pages, unless behind ``join``.
+        """
+        landed = Marker(self._ranges.device)
+        with self._beside_steps():
+            for page, row in zip(pages, rows, strict=True):
+                self._raw[page].copy_(row, non_blocking=True)
+            self._copied.mark()
+            landed.mark()
+        return landed
+
+    def _beside_steps(self) -> AbstractContextManager[Any]:
+        begun = Marker(self._ranges.device)
+        begun.mark()  # steps launched so far write what is saved, and what stood where is loaded
+        begun.hold(self._copies)
+        self._joined = False
+        return on_stream(self._copies)
+
+    def join(self) -> None:
+        if not self._joined and self._copies is not None:
+            self._copied.hold(torch.cuda.current_stream(self._ranges.device))
+        self._joined = True
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        self.join()
         at_once = max(1, _MOVED_AT_ONCE_BYTES // self.page_bytes)
         for at in range(0, len(moves), at_once):
             sources, targets = torch.tensor(moves[at : at + at_once]).T.to(self.pages.device)
             self.pages[targets] = self.pages[sources]
 
     def copy(self, source: int, target: int, tokens: int) -> None:
+        self.join()
         self.pages[target, :, :tokens] = self.pages[source, :, :tokens]
 
     def resize(self, num_pages: int) -> None:
@@ -85,5 +132,7 @@ class CudaKvCache(KvCache):
         self._ranges.trim()
 
     def close(self) -> None:
-        self.k, self.v, self.pages = [], [], self.pages[:0]
+        if self._copies is not None:
+            torch.cuda.synchronize(self._ranges.device)
+        self.k, self.v, self.pages, self._raw = [], [], self.pages[:0], self._raw[:0]
         self._room.close()

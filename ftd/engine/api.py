@@ -128,6 +128,8 @@ class EngineStatus:
     states_free: int = 0
     states_held: int = 0
     states_cached: int = 0  # of the held ones, those kept to resume from and in no use
+    host_pages_total: int = 0  # of the tier of host memory below a GPU's, as far as it is pinned
+    host_pages_held: int = 0
     slots_total: int = 0
     slots_used: int = 0
     # counters
@@ -146,6 +148,8 @@ class EngineStatus:
     expert_evicted: int = 0
     preempted: int = 0  # sequences put off for lack of pages
     pages_evicted: int = 0  # of the prefix cache, for lack of room
+    host_pages_saved: int = 0  # evicted ones that went to host memory
+    host_pages_loaded: int = 0  # and came back
     # rates over the last seconds
     decode_tokens_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0

@@ -39,6 +39,7 @@ from ftd.experts.trace import TraceRecorder
 from ftd.kv.anchors import AnchorInfo, Ended, Resumed
 from ftd.kv.cache import KvCache
 from ftd.kv.disk import DiskStore
+from ftd.kv.host import HostTier
 from ftd.model.architecture import Experts, Model
 from ftd.schedule.policy import Limits, Run, SequenceView, StepPlan, next_in_line, plan_step
 from ftd.schedule.rates import Rates
@@ -99,6 +100,7 @@ class EngineCore:
 
     Args:
         limits: of the scheduler; ``num_pages`` and ``page_tokens`` are those of ``kv``.
+        host: where pages go that are evicted; None: nowhere.
         close: frees what the model stands on, once no step runs any more.
     """
 
@@ -112,6 +114,7 @@ class EngineCore:
         *,
         kernels: str = "torch",
         fault: FaultSpec = NO_FAULT,
+        host: HostTier | None = None,
         close: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -125,7 +128,7 @@ class EngineCore:
         self.runner = runner
         self.kernels = kernels  # what computes, for people
         self.limits = limits
-        self.held = Holdings(kv, limits.max_running, clock)
+        self.held = Holdings(kv, limits.max_running, clock, host)
         self.pages, self.tree = self.held.pages, self.held.tree
         self.wake: Callable[[], None] = lambda: None  # from any thread: there is work again
         self.rates = Rates()
@@ -180,8 +183,9 @@ class EngineCore:
         self.wake()  # whatever that is by then
 
     def _ready(self) -> list[Answering]:
-        """Those that wait for their turn, and not for the disk."""
-        return [a for key, a in self._waiting.items() if not self.held.restoring.waits(key)]
+        """Those that wait for their turn, and not for what is on its way to them."""
+        others, waits = bool(self._running), self.held.restoring.waits
+        return [a for key, a in self._waiting.items() if not waits(key, others)]
 
     def in_prefill(self, request_id: str) -> bool:
         return request_id in self._prefilling
@@ -324,6 +328,9 @@ class EngineCore:
         running = [self._view(a.sequence) for a in self._running.values()]
         waiting = [a.sequence.view(0) for a in self._ready()]
         line = next_in_line(waiting, running, self.limits)
+        for key in line:
+            self.held.bring(self._waiting[key].sequence, self._reusable(self._waiting[key]))
+        line = [key for key in line if not self.held.restoring.waits(key, bool(running))]
         return plan_step(
             running,
             [self._view_after_reuse(self._waiting[key]) for key in line],
@@ -500,7 +507,7 @@ class EngineCore:
         return self.held.drop_anchors(session)
 
     def anchor_infos(self, session: str | None = None) -> tuple[AnchorInfo, ...]:
-        """Anchors of one session, or all: those in memory, then those on disk alone."""
+        """Anchors of one session, or all: those in memory, then those in lower tiers alone."""
         token_s = self.rates.line[1] if self.rates.chunk_tokens else 0.0
         return self.held.anchor_infos(session, token_s)
 
@@ -525,4 +532,5 @@ class EngineCore:
                 *(figures.running(a.sequence, now_s) for a in self._running.values()),
                 *(figures.waiting(a.sequence, now_s) for a in self._waiting.values()),
             ],
+            self.held.host,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from ftd.engine.api import EngineStatus, RequestInfo
 from ftd.engine.meter import Meter
@@ -12,6 +12,7 @@ from ftd.engine.recurrence import Recurrence
 from ftd.experts.runtime import ExpertCounters
 from ftd.kv.anchor_book import Standing
 from ftd.kv.anchors import AnchorInfo
+from ftd.kv.host import HostTier
 from ftd.kv.pages import PagePool
 from ftd.kv.runs import Run
 from ftd.schedule.sequence import Sequence
@@ -39,6 +40,7 @@ def status(
     totals: Totals,
     meter: Meter,
     requests: Iterable[RequestInfo],
+    host: HostTier | None = None,
 ) -> EngineStatus:
     requests = tuple(requests)
     waiting = sum(request.state == "waiting" for request in requests)
@@ -55,6 +57,10 @@ def status(
         states_free=recurrence.pool.free,
         states_held=recurrence.pool.held,
         states_cached=recurrence.store.idle,
+        host_pages_total=host.pool.num_pages if host else 0,
+        host_pages_held=host.pool.held if host else 0,
+        host_pages_saved=host.pages_saved if host else 0,
+        host_pages_loaded=host.pages_loaded if host else 0,
         slots_total=experts.slots_total,
         slots_used=experts.slots_used,
         expert_hits=experts.hits,
@@ -100,17 +106,21 @@ class AnchorCosts:
 
 def anchors(
     standing: Iterable[Standing],
-    on_disk: Iterable[AnchorInfo],
+    below: Iterable[AnchorInfo],  # in host memory, and on disk
     states: AbstractSet[tuple[Run, int]],  # where a state of recurrent layers is kept
     costs: AnchorCosts,
     *,
     is_idle: Callable[[int], bool],  # whether no running request uses a page
     now_s: float,
 ) -> Iterator[AnchorInfo]:
-    """Those in memory, then those on disk alone."""
-    disk = {(a.session, a.kind, a.position): a for a in on_disk}
+    """Those in the memory that steps use, then those that are only in the tiers below."""
+    stored: dict[tuple[str, str, int], AnchorInfo] = {}
+    for a in below:
+        key = (a.session, a.kind, a.position)
+        stored[key] = _both(stored[key], a) if key in stored else a
+    nothing = AnchorInfo("", "", 0, 0)
     for anchor, tokens, run in standing:
-        stored = disk.pop(anchor.identity, None)
+        lower = stored.pop(anchor.identity, nothing)
         yield AnchorInfo(
             session=anchor.session,
             kind=str(anchor.kind),
@@ -118,10 +128,20 @@ def anchors(
             tokens=tokens,
             kv_bytes=round(tokens * costs.token_bytes),
             state_bytes=costs.state_bytes if (run, anchor.position) in states else 0,
-            disk_bytes=stored.disk_bytes if stored else 0,
+            host_bytes=lower.host_bytes,
+            disk_bytes=lower.disk_bytes,
             hits=anchor.hits,
             age_s=max(0.0, now_s - anchor.used_s),
             saved_s=anchor.saved * costs.token_s,
             in_use=not is_idle(run.pages[0]),
         )
-    yield from disk.values()
+    yield from stored.values()
+
+
+def _both(one: AnchorInfo, other: AnchorInfo) -> AnchorInfo:
+    """The same anchor, in host memory and on disk."""
+    return replace(
+        one,
+        host_bytes=one.host_bytes + other.host_bytes,
+        disk_bytes=one.disk_bytes + other.disk_bytes,
+    )

@@ -1,7 +1,7 @@
 """What sequences hold, pages and recurrent states, and what is kept of them for others to use.
 
-The accounts of one model: page pool, prefix tree, anchors on the tree's pages, states, what is on
-disk. Who runs is not known here. Owned by the engine thread.
+The accounts of one model: page pool, prefix tree, anchors on the tree's pages, states, what is in
+host memory and on disk. Who runs is not known here. Owned by the engine thread.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from ftd.kv.anchor_book import AnchorBook
 from ftd.kv.anchors import Anchor, AnchorInfo, AnchorKind, Ended
 from ftd.kv.cache import KvCache
 from ftd.kv.disk import DiskStore
+from ftd.kv.host import HostTier
 from ftd.kv.pages import PagePool
 from ftd.kv.prefix_tree import Part, PrefixTree, Reuse
 from ftd.kv.value import rank_of_pages
 from ftd.schedule.sequence import Sequence
+
+EVICTED_AT_ONCE = 16  # pages, where they go to host memory: looking up their place costs more
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +37,24 @@ class Known:
 
 
 class Holdings:
-    def __init__(self, kv: KvCache, max_running: int, clock: Callable[[], float]) -> None:
-        self.kv = kv
+    """
+    Args:
+        host: where pages go that are evicted; None: nowhere.
+    """
+
+    def __init__(
+        self,
+        kv: KvCache,
+        max_running: int,
+        clock: Callable[[], float],
+        host: HostTier | None = None,
+    ) -> None:
+        self.kv, self.host = kv, host
         self.pages = PagePool(kv.num_pages, kv.page_tokens, kv.first_page)
         self.tree = PrefixTree(self.pages, rank_of_pages, clock)
         self.anchors = AnchorBook(self.tree)
+        if host is not None:
+            self.tree.leaving = host.take
         num_states = kv.states.num_slots if kv.states else 0
         self.recurrence = Recurrence(num_states, max_running, kv.page_tokens, clock)
         self.restoring = self._restoring(None)
@@ -50,7 +66,7 @@ class Holdings:
         self.restoring = self._restoring(store)
 
     def _restoring(self, store: DiskStore | None) -> Restoring:
-        return Restoring(store, self.tree, self.pages, self.kv, self.anchors)
+        return Restoring(store, self.tree, self.pages, self.kv, self.anchors, self.host)
 
     # ---- beginnings
 
@@ -60,6 +76,16 @@ class Holdings:
         if tokens == reuse.tokens:
             return Known(reuse, limit, reuse.tokens)
         return Known(self.tree.peek(ids, tokens), tokens, reuse.tokens)
+
+    def bring(self, sequence: Sequence, limit: int | None) -> None:
+        """From host memory, what a sequence that is next in line can begin with.
+
+        Args:
+            limit: of its match.
+        """
+        if self.recurrence.is_used and limit is None:
+            limit = self.recurrence.within(sequence.ids, len(sequence.ids) - 1)
+        self.restoring.bring(sequence, limit)
 
     def begin(
         self,
@@ -80,6 +106,8 @@ class Holdings:
         begun: list[tuple[Sequence, int]] = []
         parts: list[tuple[Sequence, Part]] = []
         for sequence, limit in newcomers:
+            self.kv.join()  # what it knows may still be on its way
+            self.restoring.forget(sequence.key)
             known = self.known(sequence.ids, limit)
             match = self.tree.match(sequence.ids, known.limit)
             sequence.start(match.pages, self.kv.page_tokens)
@@ -101,8 +129,11 @@ class Holdings:
         return ended
 
     def make_free(self, num_pages: int) -> None:
-        if num_pages > self.pages.free:
-            self.pages_evicted += self.tree.evict(num_pages - self.pages.free)
+        lacking = num_pages - self.pages.free
+        if lacking > 0:
+            more = EVICTED_AT_ONCE if self.host is not None else 0
+            self.pages_evicted += self.tree.evict(max(lacking, more))
+            self.kv.join()  # nothing is written there before it has been saved
 
     def _copy_part(self, sequence: Sequence, part: Part) -> None:
         """Go on in a page of one's own with the tokens that a page of the tree begins with."""
@@ -158,7 +189,9 @@ class Holdings:
 
     def forget_all(self) -> None:
         """Nothing that was computed before is used by a later request."""
+        self.kv.join()
         self.tree.clear()
+        self.restoring.distrust()
         self.recurrence.clear()
 
     def _chance(self, sequence: Sequence) -> float:
@@ -171,20 +204,21 @@ class Holdings:
 
         What is on disk goes only with all.
         """
+        self.kv.join()
+        self.restoring.drop(session)
         if session is None:
-            self.restoring.clear()
             self.recurrence.clear()
         return self.anchors.drop(session)
 
     def anchor_infos(self, session: str | None, token_s: float) -> tuple[AnchorInfo, ...]:
-        """Anchors of one session, or all: those in memory, then those on disk alone.
+        """Anchors of one session, or all: those in memory, then those in lower tiers alone.
 
         Args:
             token_s: to compute a prompt token; 0: not known yet.
         """
         infos = figures.anchors(
             self.anchors,
-            self.restoring.on_disk(),
+            self.restoring.below(token_s),
             self.anchors.with_states(self.recurrence.store),
             figures.AnchorCosts(
                 token_bytes=self.kv.page_bytes / self.kv.page_tokens,

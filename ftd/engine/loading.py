@@ -30,6 +30,7 @@ from ftd.config import Config
 from ftd.cuda.cpu_experts import CpuExperts
 from ftd.cuda.device import choose_gpu
 from ftd.cuda.graphs import BATCHES
+from ftd.cuda.host_pages import PinnedPages
 from ftd.cuda.kv import CudaKvCache
 from ftd.cuda.memory import DeviceMemory, held_bytes
 from ftd.cuda.pinned import register
@@ -49,6 +50,7 @@ from ftd.kernels.ops import Ops
 from ftd.kernels.reference import TorchOps
 from ftd.kv.cache import KvCache
 from ftd.kv.disk import DiskStore, try_directory
+from ftd.kv.host import HostTier
 from ftd.kv.state_cache import StateCache
 from ftd.memory import vram
 from ftd.memory.machine import Machine, own_bytes, read_machine
@@ -135,9 +137,13 @@ def replanner(prepared: Prepared) -> Callable[[Config], MemoryPlan]:
         free += held_bytes(torch.device("cuda", gpu.index))
         gpu = replace(gpu, free_bytes=free)
     spec, layout = prepared.spec, prepared.layout
-    return lambda config: plan_memory(
-        spec, layout, plan.dense_bytes, config, machine, gpu, plan.num_states
-    )
+
+    def planner(config: Config) -> MemoryPlan:
+        config = replace(config, host_kv=0)  # as it is: it does not change while serving
+        found = plan_memory(spec, layout, plan.dense_bytes, config, machine, gpu, plan.num_states)
+        return replace(found, host_kv_bytes=plan.host_kv_bytes)
+
+    return planner
 
 
 def load_engine(
@@ -222,6 +228,7 @@ def load_core(
             Limits(config.max_running, plan.prefill_chunk, plan.num_pages, plan.page_tokens),
             kernels=parts.kernels,
             fault=config.fault,
+            host=parts.host,
             close=undo.pop_all().close,
         )
     try:
@@ -270,6 +277,7 @@ class _Parts:
     kv: KvCache
     experts: StepExperts
     runner: Runner
+    host: HostTier | None = None
 
 
 def _on_cpu(
@@ -330,6 +338,10 @@ def _on_gpu(
     ops = CudaOps()
     model = prepared.architecture.build(spec, weights, ops, dtype)
     memory = DeviceMemory(device)
+    host_pages = plan.host_kv_bytes // plan.page_bytes
+    pinned = PinnedPages(host_pages, plan.page_bytes, device) if host_pages else None
+    if pinned:
+        undo.callback(pinned.close)
     most_pages = plan.vram.budget_bytes // plan.page_bytes
     kv = CudaKvCache(
         spec,
@@ -382,7 +394,8 @@ def _on_gpu(
         used_bytes=total - free,
         planned_bytes=plan.vram.total_bytes,
     )
-    return _Parts(f"triton on {plan.vram.gpu.name}", model, kv, experts, runner)
+    host = HostTier(pinned, kv, plan.page_tokens) if pinned else None
+    return _Parts(f"triton on {plan.vram.gpu.name}", model, kv, experts, runner, host)
 
 
 def _cpu_experts(

@@ -1,7 +1,10 @@
-"""Between sequences and the disk: what ends is offered to it, what begins may wait for it.
+"""Between sequences and the tiers below the pages that steps use: host memory and the disk.
 
-A request whose prompt goes on, on disk, behind what memory has, waits until that has been read; all
-others run on. What has arrived is put into pages and into the prefix tree between two steps.
+What ends is offered to the disk; what is evicted goes to host memory by itself. A request whose
+prompt goes on, on disk, behind what memory has, waits until that has been read; all others run on.
+What has arrived is put into pages and into the prefix tree between two steps. From host memory
+pages are brought when a request is next in line, by copies beside the steps of others: it waits for
+them as long as there are others.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from ftd.kv.anchors import Anchor, AnchorInfo, AnchorKind
 from ftd.kv.block_file import Head
 from ftd.kv.cache import KvCache
 from ftd.kv.disk import DiskStore, Reading
+from ftd.kv.host import Found, HostTier, Landing
 from ftd.kv.pages import PagePool
 from ftd.kv.prefix_tree import PrefixTree
 from ftd.schedule.sequence import Sequence
@@ -28,6 +32,7 @@ class Restoring:
     """
     Args:
         store: None: nothing is kept on disk.
+        host: None: there is no tier of host memory.
     """
 
     def __init__(
@@ -37,30 +42,84 @@ class Restoring:
         pages: PagePool,
         kv: KvCache,
         anchors: AnchorBook,
+        host: HostTier | None = None,
     ) -> None:
-        self._store = store
+        self._store, self._host = store, host
         self._tree, self._pages, self._kv, self._anchors = tree, pages, kv, anchors
         self._readings: dict[str, Reading] = {}
+        self._brought: dict[str, Landing | None] = {}  # who was next in line, and what comes
 
     @property
     def has_arrived(self) -> bool:
         """There is something for ``take``."""
         return any(r.blocks or r.over for r in self._readings.values())
 
-    def waits(self, key: str) -> bool:
-        return key in self._readings
+    def waits(self, key: str, others: bool = False) -> bool:
+        """Whether a request is to wait for what comes.
+
+        Args:
+            others: there is something else to compute meanwhile.
+        """
+        landing = self._brought.get(key)
+        return key in self._readings or bool(others and landing and not landing.passed())
+
+    def bring(self, sequence: Sequence, limit: int | None) -> None:
+        """Begin to copy from host memory what would spare more than a page, unless it has begun.
+
+        Args:
+            limit: tokens of the prompt that may be known.
+        """
+        if self._host is None or sequence.key in self._brought:
+            return
+        self._brought[sequence.key] = None
+        known = self._tree.peek(sequence.ids, limit)
+        found = self._host.find(sequence.ids, known.pages, limit)
+        if found is None:
+            return
+        if found.tokens - known.tokens <= self._pages.page_tokens:
+            self._host.release(found)
+            return
+        self._brought[sequence.key] = self._load(sequence.ids, known.pages, found)
+
+    def _load(self, ids: array[int], num_known: int, found: Found) -> Landing | None:
+        host, size = self._host, self._pages.page_tokens
+        assert host is not None
+        pages, part, _ = self._tree.match(ids, num_known * size)
+        assert part is None and len(pages) == num_known, (len(pages), num_known)
+        lacking = len(found.pages) - self._pages.free
+        if lacking > 0:
+            self._tree.evict(lacking)
+            self._kv.join()  # what else came free must not be written before it has been saved
+        new = self._pages.allocate(min(len(found.pages), self._pages.free))
+        if not new:
+            host.release(found)
+            self._pages.release(pages)
+            return None
+        landing = host.load(found, new)
+        pages.extend(new)
+        end = min(found.tokens, len(pages) * size)
+        self._tree.insert(ids[:end], pages, ends=True, chance=found.chance)
+        self._pages.release(pages)
+        self._anchors.take_back(ids[:end], found.anchors)
+        return landing
 
     def begin(self, sequence: Sequence) -> None:
         """Read from disk what would spare a new request more than a page."""
         if self._store is None:
             return
-        known = self._tree.peek(sequence.ids).tokens + self._pages.page_tokens
+        here = self._tree.peek(sequence.ids)
+        known = here.tokens
+        if self._host and (found := self._host.find(sequence.ids, here.pages)):
+            known = max(known, found.tokens)
+            self._host.release(found)
+        known += self._pages.page_tokens
         if known >= len(sequence.ids):
             return
         if reading := self._store.read(sequence.ids[: sequence.prompt_tokens], known):
             self._readings[sequence.key] = reading
 
     def forget(self, key: str) -> None:
+        self._brought.pop(key, None)
         if reading := self._readings.pop(key, None):
             reading.give_up()
 
@@ -75,7 +134,7 @@ class Restoring:
                     reading.blocks.clear()
                     over = True
             if over:
-                self.forget(key)
+                self._readings.pop(key).give_up()
 
     def offer(self, sequence: Sequence, chance: float, turn: bool) -> None:
         """A sequence leaves pages in the prefix tree: have them written."""
@@ -88,15 +147,33 @@ class Restoring:
         ids = sequence.ids[: sequence.computed]
         self._store.offer(ids, sequence.pages, chance, tuple(anchors))
 
-    def clear(self) -> None:
-        """Remove what is on disk."""
-        if self._store is not None:
-            self._store.clear()
+    def drop(self, session: str | None = None) -> None:
+        """Forget what is in host memory of a session, or all, and then what is on disk as well."""
+        if session is None:
+            self.distrust()
+            if self._store is not None:
+                self._store.clear()
+        elif self._host is not None:
+            self._host.book.drop(session)
+
+    def distrust(self) -> None:
+        """What has been computed may be damaged: forget all that stems from it in memory."""
+        if self._host is not None:
+            self._host.clear()
 
     def close(self) -> None:
         """Stop writing; what was offered is written first, if that takes no more than seconds."""
         if self._store is not None:
             self._store.close()
+
+    def below(self, token_s: float) -> list[AnchorInfo]:
+        """Anchors of the tiers below: those in host memory, then those on disk.
+
+        Args:
+            token_s: to compute a token.
+        """
+        host = self._host.infos(self._kv.page_bytes, token_s) if self._host else ()
+        return [*host, *self.on_disk()]
 
     def on_disk(self) -> list[AnchorInfo]:
         """Anchors of the blocks on disk, each with the bytes behind the one before it."""

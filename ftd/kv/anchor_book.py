@@ -84,6 +84,16 @@ class AnchorBook:
             passed.saved += Cost(1.0).seconds(0, tokens)
         return passed
 
+    def take_back(self, ids: array[int], anchors: Iterable[KeptAnchor]) -> None:
+        """Anchors, in order, of pages that are here again."""
+        runs = self._tree.path(ids)
+        for anchor in anchors:
+            for run in runs:
+                if run.begin < anchor.position <= run.end:
+                    known = run.anchors.get(anchor.position)
+                    if known is None or known.hits < anchor.hits:
+                        run.anchors[anchor.position] = anchor
+
     def with_states(self, states: StateStore) -> set[tuple[Run, int]]:
         """Runs and positions at which a state of recurrent layers is kept beside the pages."""
         found = set()

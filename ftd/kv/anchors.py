@@ -83,7 +83,8 @@ class AnchorInfo:
     kind: str
     position: int
     tokens: int  # behind the anchor before it
-    kv_bytes: int = 0  # of these tokens, in the memory steps read; 0: on disk alone
+    kv_bytes: int = 0  # of these tokens, in the memory steps read
+    host_bytes: int = 0  # in the tier of host memory below a GPU's
     state_bytes: int = 0  # of the state of recurrent layers at the position
     disk_bytes: int = 0
     hits: int = 0

@@ -93,6 +93,9 @@ class KvCache:
             for layer in tensors:
                 layer[target, :tokens] = layer[source, :tokens]
 
+    def join(self) -> None:
+        """Steps launched from here on come behind all copies of pages that run beside them."""
+
     def trim(self) -> None:
         """Give back what resizing has left over, if anything."""
 

@@ -19,7 +19,7 @@ class PagePool:
     """
 
     def __init__(self, num_pages: int, page_tokens: int, first: int = 0) -> None:
-        assert num_pages > 0 and page_tokens > 0, (num_pages, page_tokens)
+        assert num_pages >= 0 and page_tokens > 0, (num_pages, page_tokens)
         self.num_pages = num_pages
         self.page_tokens = page_tokens
         self._first = first

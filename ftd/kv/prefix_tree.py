@@ -24,6 +24,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping
 from heapq import heappop, heappush
 from itertools import count
+from math import inf
 from typing import NamedTuple
 
 from ftd.kv.anchors import Ended, KeptAnchor
@@ -77,6 +78,7 @@ class PrefixTree:
         self._page_tokens = pool.page_tokens
         self._rank = rank
         self._clock = clock or count(1).__next__
+        self.leaving: Callable[[Run, int], None] | None = None  # told of pages before ``evict``
         self._now = 0.0
         self._serial = count()
         self._root = Run(None, 0, array("i"), array("i"))
@@ -139,8 +141,15 @@ class PrefixTree:
         if ends and len(ids) > whole and len(pages) > num_pages:
             self._keep_tail(end, ids[whole:], pages[num_pages], chance)
 
-    def evict(self, n: int) -> int:
-        """Free up to ``n`` idle pages, those of the lowest rank first; returns how many."""
+    def evict(self, n: int, below: float = inf) -> int:
+        """Free up to ``n`` idle pages, those of the lowest rank first; returns how many.
+
+        Args:
+            below: only of a lower rank than this.
+        """
+        return self._evict(n, below, self.leaving)
+
+    def _evict(self, n: int, below: float, leaving: Callable[[Run, int], None] | None) -> int:
         freed, busy = 0, []
         while freed < n and self._queue:
             rank, _, node = heappop(self._queue)
@@ -150,7 +159,10 @@ class PrefixTree:
             if rank < self._rank_of(node):
                 self._enqueue(node)  # used since it was queued
                 continue
-            freed += self._trim(node, n - freed)
+            if rank >= below:
+                busy.append(node)
+                break
+            freed += self._trim(node, n - freed, leaving)
             if node.pages:
                 busy.append(node)
         for node in busy:  # one for each running sequence at most, and the one trimmed in part
@@ -159,7 +171,7 @@ class PrefixTree:
 
     def clear(self) -> int:
         """Forget all that no running sequence uses; returns the number of pages freed."""
-        freed = self.evict(self._pool.idle)
+        freed = self._evict(self._pool.idle, inf, None)
         self._root.trimmed = bool(self._root.children)  # with nothing left, nothing is missed
         return freed
 
@@ -324,8 +336,8 @@ class PrefixTree:
         if agreed < len(end.pages):
             end = end.split_off(agreed, self._page_tokens)
         for node, _ in path[:-1]:
-            node.used = self._now
-        end.used = self._now
+            node.used = max(node.used, self._now)
+        end.used = max(end.used, self._now)
         return end
 
     def _swap(self, pages: array[int], known: array[int]) -> None:
@@ -346,13 +358,17 @@ class PrefixTree:
     def _rank_of(self, node: Run) -> float:
         return self._rank(node.end, node.chance, node.branches, node.used)
 
-    def _trim(self, node: Run, n: int) -> int:
+    def _trim(self, node: Run, n: int, leaving: Callable[[Run, int], None] | None = None) -> int:
         """Drop up to ``n`` idle pages from the end of a leaf, and the leaf when none is left."""
-        key, before = self._key(node.tokens), len(node.pages)
-        while node.pages and before - len(node.pages) < n and self._pool.is_idle(node.pages[-1]):
-            self._pool.drop(node.pages.pop())
-        if len(node.pages) == before:
+        key, going = self._key(node.tokens), 0
+        while going < min(n, len(node.pages)) and self._pool.is_idle(node.pages[-1 - going]):
+            going += 1
+        if not going:
             return 0
+        if leaving:
+            leaving(node, going)
+        for _ in range(going):
+            self._pool.drop(node.pages.pop())
         node.cut_back(len(node.pages), self._page_tokens)
         parent = node.parent
         if not node.pages and parent is not None:
@@ -360,4 +376,4 @@ class PrefixTree:
             parent.trimmed = True
             if not parent.children and parent is not self._root:
                 self._enqueue(parent)
-        return before - len(node.pages)
+        return going

@@ -47,6 +47,14 @@ class Run:
     def end(self) -> int:
         return self.begin + len(self.tokens)
 
+    def ids(self) -> array[int]:
+        """All tokens up to its end."""
+        parts, at = [], self
+        while at.parent is not None:
+            parts.append(at.tokens)
+            at = at.parent
+        return sum(reversed(parts), array("i"))
+
     def adopt(self, key: bytes, child: Run) -> None:
         if key not in self.children:
             insort(self.order, key)

@@ -30,6 +30,8 @@ MODERATE_TOKENS = 16384  # what one sequence of an agent often needs; times --ma
 KV_SHARE = 0.5  # of the free memory, at most, for a KV pool that nobody sized
 KEPT_STATES = 16  # for each running sequence, to resume from: some conversations' borders
 KEPT_STATES_SHARE = 0.25  # of the free memory, at most, for those
+HOST_KV_SHARE = 0.25  # of what is free beside the experts, for KV evicted from a GPU ...
+HOST_KV_TIMES = 4  # ... and at most so many times what the GPU has
 HEADROOM_BYTES = 256 * MiB  # interpreter, libraries, requests and answers as text
 HEADROOM_SHARE = 0.02  # of the weights: page tables, and what allocators keep
 
@@ -52,6 +54,7 @@ class MemoryPlan:
     slots_bytes: int
     available_bytes: int
     limited_by: str
+    host_kv_bytes: int = 0  # for KV that is evicted from a GPU
     num_states: int = 0  # recurrent ones, of a model that has them
     states_bytes: int = 0
     vram: vram.VramPlan | None = None  # None: the CPU device
@@ -68,6 +71,7 @@ class MemoryPlan:
         if self.vram:
             return [
                 ("host pool", self.pool_bytes, f"{format_count(self.num_experts)} experts"),
+                *self._host_kv_rows(),
                 ("headroom", self.headroom_bytes, "interpreter, libraries, requests"),
             ]
         slots = f"{format_count(self.num_slots)} of {format_count(self.num_experts)} experts"
@@ -115,6 +119,12 @@ class MemoryPlan:
         if self.vram is None:
             return self._rows()
         return self.vram.rows(self._kv_note(), vram.notes(self.num_slots, self.num_experts))
+
+    def _host_kv_rows(self) -> list[tuple[str, int, str]]:
+        if not self.host_kv_bytes:
+            return []
+        tokens = self.host_kv_bytes // self.page_bytes * self.page_tokens
+        return [("host KV", self.host_kv_bytes, f"{format_count(tokens)} tokens evicted from it")]
 
     def _state_rows(self) -> list[tuple[str, int, str]]:
         if not self.num_states:
@@ -337,6 +347,7 @@ class _Planner:
             slots_bytes=found.num_slots * needs.record_bytes,
             available_bytes=self.machine.available_bytes,
             limited_by=self.machine.limited_by,
+            host_kv_bytes=self._host_kv(kv_bytes),
             vram=vram.VramPlan(
                 gpu,
                 budget,
@@ -350,9 +361,30 @@ class _Planner:
             ),
         )
 
+    def _host_kv(self, kv_bytes: int) -> int:
+        """Bytes of whole pages of the tier below the GPU's KV."""
+        needs, asked = self.needs, self.config.host_kv
+        free = self.machine.available_bytes - needs.pool_bytes - needs.headroom_bytes
+        if asked == "auto":
+            most = min(int(HOST_KV_SHARE * free), HOST_KV_TIMES * kv_bytes)
+            return most // needs.page_bytes * needs.page_bytes
+        if asked > free:
+            self._refuse(
+                "host_kv",
+                f"{format_bytes(free)} is free beside the experts",
+                f"use {flag('host_kv')} {size_below(free)} or less",
+            )
+        return asked // needs.page_bytes * needs.page_bytes
+
     def _refuse_impossible(self) -> None:
         """Numbers that are wrong for this model on any machine."""
         context, slots = self.config.context, self.config.expert_slots
+        if self.gpu is None and self.config.host_kv not in ("auto", 0):
+            raise ConfigError(
+                f"{self.config.named('host_kv')}: it keeps KV that is evicted from a GPU; on the "
+                "CPU device KV is in host memory already",
+                hint=f"leave it out, or use {flag('kv_tokens')}",
+            )
         if context != "auto" and context > self.needs.spec.context:
             raise ConfigError(
                 f"{self.config.named('context')}: the model was trained for at most "

@@ -55,6 +55,7 @@ def test_every_setting_has_the_same_name_everywhere(tmp_path):
         "log_prompts": "true", "fault": '"step:3,load:1,slow:50ms"', "hold": '"20s"',
         "thinking": '"off"', "drop_billing_line": "false", "tool_dialect": '"hermes"',
         "anchor_dir": '"/tmp/a"', "anchor_bytes": '"2M"', "idle_unload": '"10m"',
+        "host_kv": '"3G"',
     }  # fmt: skip
     assert set(typed) == {f.name for f in settings()}
     text = {k: v.strip("[]").replace('"', "").replace(", ", ",") for k, v in typed.items()}

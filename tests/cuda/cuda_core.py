@@ -15,6 +15,7 @@ from ftd.checkpoint.load import load_weights
 from ftd.config import load_config
 from ftd.cuda.cpu_experts import CpuExperts
 from ftd.cuda.graphs import BATCHES
+from ftd.cuda.host_pages import PinnedPages
 from ftd.cuda.kv import CudaKvCache
 from ftd.cuda.memory import DeviceMemory
 from ftd.cuda.residency import CudaExperts
@@ -24,6 +25,7 @@ from ftd.engine.loading import prepare
 from ftd.experts.host_pool import HostPool
 from ftd.kernels.cpu import native
 from ftd.kernels.reference import TorchOps
+from ftd.kv.host import HostTier
 from ftd.schedule.policy import Limits
 
 
@@ -31,7 +33,7 @@ from ftd.schedule.policy import Limits
 def cuda_core(
     path: Path, *, slots=0, staging=4, pinned=True, num_pages=None, dtype=torch.float32,
     device="cpu", ops=None, cu=None, max_pages=None, fetch_of=None,
-    deadline_s=10.0, **settings,
+    deadline_s=10.0, host_pages=0, **settings,
 ):  # fmt: skip
     flags = {name: str(value) for name, value in settings.items()}
     config = load_config({"model": str(path), "device": "cpu", "dtype": "float32", **flags}, {})
@@ -56,6 +58,8 @@ def cuda_core(
         model = prepared.architecture.build(spec, weights, ops, dtype)
         memory = DeviceMemory(device, *((4096, cu) if cu else ()))
         pages = num_pages or plan.num_pages
+        pinned_pages = PinnedPages(host_pages, plan.page_bytes, device, piece_bytes=2**18)
+        undo.callback(pinned_pages.close)
         kv = CudaKvCache(spec, pages, plan.page_tokens, dtype, memory, max_pages)
         undo.callback(kv.close)
         cpu = None
@@ -90,4 +94,5 @@ def cuda_core(
         yield EngineCore(
             model, kv, experts, runner,
             Limits(config.max_running, plan.prefill_chunk, pages, plan.page_tokens),
+            host=HostTier(pinned_pages, kv, plan.page_tokens) if host_pages else None,
         )  # fmt: skip

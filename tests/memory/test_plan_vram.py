@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftd.config import Config
-from ftd.errors import BudgetExceeded
+from ftd.errors import BudgetExceeded, ConfigError
 from ftd.kernels.formats import FORMATS, expert_layout
 from ftd.memory.machine import Gpu, Machine
 from ftd.memory.plan import plan_memory
@@ -53,7 +53,23 @@ def test_the_budget_counts_everything_the_process_takes():
 
 def test_the_host_keeps_the_pool_and_nothing_of_the_gpu():
     p = plan(24 * GiB)
-    assert p.total_bytes == p.pool_bytes + p.headroom_bytes
+    assert p.total_bytes == p.pool_bytes + p.headroom_bytes + p.host_kv_bytes
+
+
+def test_host_memory_beside_the_pool_takes_what_the_gpu_evicts():
+    p = plan(24 * GiB)
+    free = HOST.available_bytes - p.pool_bytes - p.headroom_bytes
+    assert 0 < p.host_kv_bytes <= min(free / 4, 4 * p.kv_bytes)
+    assert p.host_kv_bytes % p.page_bytes == 0 and "host KV" in p.table()
+    assert plan(24 * GiB, Config(host_kv=0)).host_kv_bytes == 0
+    assert plan(24 * GiB, Config(host_kv=3 * GiB)).host_kv_bytes == 3 * GiB
+    with pytest.raises(BudgetExceeded, match=r"--host-kv .*: .* is free beside the experts"):
+        plan(24 * GiB, Config(host_kv=200 * GiB))
+
+
+def test_the_cpu_device_has_its_kv_in_host_memory_already():
+    with pytest.raises(ConfigError, match="in host memory already"):
+        plan_memory(QWEN_30B, LAYOUT, DENSE_BYTES, Config(host_kv=GiB), HOST)
 
 
 def test_explicit_numbers_win():

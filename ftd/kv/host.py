@@ -1,0 +1,260 @@
+"""A tier of host memory below the pages that a GPU's steps use: what is evicted there goes here.
+
+Pages are kept in a prefix tree of their own, by the same worth, and go when something worth more
+comes. As a tree loses its ends first, what is here continues what is there; the beginning that is
+not here is held by ghosts, which cost nothing. What has been brought back stays here as well as
+long as nothing better comes: if it is evicted again it need not be copied.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ftd.kv.anchor_book import AnchorBook
+from ftd.kv.anchors import AnchorInfo, KeptAnchor
+from ftd.kv.pages import PagePool
+from ftd.kv.prefix_tree import PrefixTree
+from ftd.kv.runs import Run
+from ftd.kv.value import rank_of_pages
+
+GHOST = -1  # a page that is not here
+
+
+class Landing(Protocol):
+    """Copies on their way."""
+
+    def passed(self) -> bool: ...
+    def wait(self) -> None: ...
+
+
+class Movable(Protocol):
+    """The pages that steps use; ``ftd.cuda.kv.CudaKvCache``."""
+
+    def save(self, pages: Sequence[int], rows: Sequence[torch.Tensor]) -> None: ...
+    def load(self, pages: Sequence[int], rows: Sequence[torch.Tensor]) -> Landing: ...
+
+
+class HostMemory(Protocol):
+    """Pinned memory that grows up to a limit, beside whoever asks for it."""
+
+    @property
+    def num_pages(self) -> int: ...
+
+    def row(self, page: int) -> torch.Tensor:
+        """[page_bytes] uint8."""
+        ...
+
+    def want(self, num_pages: int) -> None:
+        """So many would be of use."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the tier has of a prompt behind the pages that are known."""
+
+    pages: array[int]  # the caller is a user of each
+    tokens: int  # of the prompt, up to where they end
+    chance: float
+    anchors: tuple[KeptAnchor, ...]
+
+
+class HostTier:
+    """Owned by the engine thread."""
+
+    def __init__(
+        self,
+        memory: HostMemory,
+        kv: Movable,
+        page_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._memory, self._kv, self._clock = memory, kv, clock
+        self._page_tokens = page_tokens
+        self._moment = 0.0
+        self.pool = _HostPool(0, page_tokens)
+        self.tree = _HostTree(self.pool, rank_of_pages, lambda: self._moment)
+        self.book = AnchorBook(self.tree)
+        self.pages_saved = self.pages_loaded = 0
+        self._loading: deque[tuple[Landing, array[int]]] = deque()
+        memory.want(1)
+
+    # ---- from there to here
+
+    def take(self, run: Run, num_pages: int) -> None:
+        """The last pages of a run are about to be evicted there."""
+        self._settle()
+        first = run.begin // self._page_tokens
+        there = range(first + len(run.pages) - num_pages, first + len(run.pages))
+        ids = run.ids()
+        rank = rank_of_pages(run.end, run.chance, run.branches, run.used)
+        self._make_room(len(self._lacking(ids, there)), rank)
+        lacking = self._lacking(ids, there)  # anew: some of it may just have been evicted
+        new = self.pool.allocate(min(len(lacking), self.pool.free)) or []
+        end = there.stop if len(new) == len(lacking) else lacking[len(new)]
+        if end == there.start:
+            return
+        at = dict(zip(lacking, new))
+        self._kv.save([run.pages[i - first] for i in at], [self._memory.row(p) for p in new])
+        self.pages_saved += len(new)
+        self.tree.fill(ids, at)
+        known = self.tree.pages_of(ids)[:end]
+        rest = array("i", [at.get(i, GHOST) for i in range(len(known), end)])
+        self._moment = run.used
+        ids = ids[: end * self._page_tokens]
+        self.tree.insert(ids, known + rest, ends=True, chance=run.chance)
+        self.pool.release(new)
+        left = run.begin + (len(run.pages) - num_pages) * self._page_tokens
+        going = (run.anchors[p] for p in sorted(run.anchors) if left < p <= len(ids))
+        self.book.take_back(ids, going)
+
+    def _lacking(self, ids: array[int], there: range) -> list[int]:
+        here = self.tree.pages_of(ids)
+        return [i for i in there if i >= len(here) or here[i] == GHOST]
+
+    def _make_room(self, num_pages: int, rank: float) -> None:
+        """As far as what is here is worth less."""
+        self._memory.want(self.pool.held + num_pages)
+        self._settle()
+        while num_pages > self.pool.free:
+            if not self.tree.evict(num_pages - self.pool.free, below=rank):
+                return
+
+    # ---- and back
+
+    def find(self, ids: array[int], known_pages: int, limit: int | None = None) -> Found | None:
+        """What goes on behind so many whole pages, up to ``limit`` tokens; None: nothing."""
+        self._settle()
+        self._moment = self._clock()
+        pages, part, _ = self.tree.match(ids, limit)
+        end = known_pages
+        while end < len(pages) and pages[end] != GHOST:
+            end += 1
+        found, tokens = pages[known_pages:end], end * self._page_tokens
+        self.pool.release(pages[:known_pages] + pages[max(end, known_pages) :])
+        if part and part.page != GHOST and end == len(pages):
+            found.append(part.page)
+            tokens += part.tokens
+        elif part:
+            self.pool.release((part.page,))
+        if not found:
+            return None
+        runs = self.tree.path(ids[:tokens])
+        standing = (run.anchors[p] for run in runs for p in sorted(run.anchors) if p <= tokens)
+        return Found(found, tokens, max(run.chance for run in runs), tuple(standing))
+
+    def load(self, found: Found, into: Sequence[int]) -> Landing:
+        """Bring the first pages of it to where steps use them."""
+        rows = [self._memory.row(page) for page in found.pages[: len(into)]]
+        landing = self._kv.load(into, rows)
+        self.pages_loaded += len(into)
+        self._loading.append((landing, found.pages))  # read until then
+        return landing
+
+    def release(self, found: Found) -> None:
+        """It is not wanted after all."""
+        self.pool.release(found.pages)
+
+    def _settle(self) -> None:
+        while self._loading and self._loading[0][0].passed():
+            self.pool.release(self._loading.popleft()[1])
+        if self._memory.num_pages > self.pool.num_pages:
+            self.pool.resize(self._memory.num_pages)
+
+    # ----
+
+    def infos(self, page_bytes: int, token_s: float) -> Iterator[AnchorInfo]:
+        """Anchors, each with the bytes that are here behind the one before it.
+
+        Args:
+            token_s: to compute a token.
+        """
+        for anchor, tokens, run in self.book:
+            held = self._pages_between(run, anchor.position - tokens, anchor.position)
+            yield AnchorInfo(
+                session=anchor.session,
+                kind=str(anchor.kind),
+                position=anchor.position,
+                tokens=tokens,
+                host_bytes=held * page_bytes,
+                hits=anchor.hits,
+                age_s=max(0.0, self._clock() - anchor.used_s),
+                saved_s=anchor.saved * token_s,
+            )
+
+    def _pages_between(self, run: Run | None, begin: int, end: int) -> int:
+        """Pages of a path that are here and hold tokens from ``begin`` to ``end``."""
+        held, size = 0, self._page_tokens
+        while run is not None and run.parent is not None and run.end > begin:
+            first = max(0, begin - run.begin) // size
+            last = -(-(min(end, run.end) - run.begin) // size)
+            held += _here(run.pages[first:last])
+            run = run.parent
+        return held
+
+    def clear(self) -> None:
+        for landing, _ in self._loading:
+            landing.wait()
+        self._settle()
+        self.tree.clear()
+
+    def close(self) -> None:
+        """No copy may be on its way any more."""
+        self._memory.close()
+
+
+class _HostPool(PagePool):
+    """Pages of the tier. A ghost is nobody's, and is never missed."""
+
+    def keep(self, page: int) -> None:
+        if page != GHOST:
+            super().keep(page)
+
+    def drop(self, page: int) -> None:
+        if page != GHOST:
+            super().drop(page)
+
+    def retain(self, pages: Iterable[int]) -> None:
+        super().retain(page for page in pages if page != GHOST)
+
+    def release(self, pages: Iterable[int]) -> None:
+        super().release(page for page in pages if page != GHOST)
+
+    def is_idle(self, page: int) -> bool:
+        return page == GHOST or super().is_idle(page)
+
+
+class _HostTree(PrefixTree):
+    def pages_of(self, ids: array[int]) -> array[int]:
+        """Whole pages of a known beginning, ghosts among them."""
+        return self._pages(self._path(ids, len(ids) // self._page_tokens))
+
+    def fill(self, ids: array[int], at: Mapping[int, int]) -> None:
+        """Put pages, by their place in ``ids``, where ghosts are."""
+        first = 0
+        for node, agreed in self._path(ids, len(ids) // self._page_tokens):
+            for i in range(agreed):
+                if node.pages[i] == GHOST and (page := at.get(first + i)) is not None:
+                    self._pool.keep(page)
+                    node.pages[i] = page
+            first += agreed
+
+    def clear(self) -> int:
+        freed = 0
+        while self.evict(self._pool.num_pages + 1):  # ghosts count as well
+            freed += 1
+        self._root.trimmed = bool(self._root.children)
+        return freed
+
+
+def _here(pages: Sequence[int]) -> int:
+    return sum(page != GHOST for page in pages)

@@ -1,0 +1,140 @@
+"""KV that is evicted from the device's pages goes to host memory and comes back: equal tokens."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from cuda_core import cuda_core
+from driving import Answer, answer_all, check_pages, comparable, request
+from test_contract import ORACLES, requests
+
+from ftd.engine.api import Finish
+from ftd.engine.resize import resize
+from ftd.kv.anchors import Anchor, AnchorKind
+
+MODEL = ORACLES / "qwen3_moe"
+PROMPT = [n * n * 7 % 500 for n in range(300)]
+OTHER = [n * n * 11 % 500 for n in range(1, 331)]
+
+
+def ask(core, name, prompt, **fields):
+    answer = answer_all(core, [request(name, prompt, 4, **fields)])[name]
+    assert answer.finish is Finish.LENGTH, answer
+    return answer
+
+
+@pytest.fixture
+def core():
+    with cuda_core(MODEL, slots=9, num_pages=24, max_running=4, host_pages=64) as core:
+        yield core
+
+
+def check_host(core):
+    host = core.held.host
+    assert host.pool.free + host.pool.held == host.pool.num_pages
+    kept = [page for run in host.tree.runs() for page in run.pages if page >= 0]
+    assert len(kept) == len(set(kept))
+
+
+def test_what_was_evicted_comes_back_with_equal_tokens(core):
+    first = ask(core, "first", PROMPT)
+    assert first.reused == 0
+    assert ask(core, "other", OTHER).reused == 0
+    assert (
+        core.held.host.pages_saved >= 15 and core.held.host.pool.held == core.held.host.pages_saved
+    )
+    again = ask(core, "again", PROMPT)
+    assert again.tokens == first.tokens
+    assert again.reused == len(PROMPT) - 1
+    assert core.status().host_pages_loaded > 0
+    check_host(core)
+
+
+def test_what_is_here_still_is_not_saved_again(core):
+    for round in range(3):
+        ask(core, f"a{round}", PROMPT)
+        ask(core, f"b{round}", OTHER)
+        if round == 1:
+            saved = core.held.host.pages_saved
+    assert core.held.host.pages_saved - saved <= 4  # the pages that answers end in
+    check_host(core)
+
+
+def test_another_end_takes_what_is_common(core):
+    ask(core, "first", PROMPT)
+    ask(core, "other", OTHER)
+    mine = [*PROMPT[:205], 3, 4, 5]
+    warm = ask(core, "mine", mine)
+    assert warm.reused == 205
+    core.drop_anchors(None)
+    assert core.held.host.pool.held == 0
+    assert ask(core, "cold", mine).tokens == warm.tokens
+
+
+def test_anchors_go_down_and_come_back_with_their_hits(core):
+    anchors = (Anchor(200, AnchorKind.SYSTEM), Anchor(280, AnchorKind.USER))
+    for name in ("one", "two"):
+        ask(core, name, PROMPT, anchors=anchors, session="s")
+    ask(core, "other", OTHER, session="t")
+    found = {(a.session, a.kind, a.position): a for a in core.anchor_infos()}
+    user = found["s", "user", 280]
+    assert (user.kv_bytes, user.hits) == (0, 1) and user.host_bytes > 0
+    assert user.host_bytes % core.kv.page_bytes == 0
+    ask(core, "three", PROMPT, anchors=anchors, session="s")
+    found = {(a.session, a.kind, a.position): a for a in core.anchor_infos()}
+    user = found["s", "user", 280]
+    assert user.hits == 1 and user.kv_bytes > 0 and user.host_bytes > 0 and user.saved_s > 0
+    freed = core.drop_anchors("s")
+    assert freed > 0 and not core.anchor_infos("s")
+    check_host(core)
+
+
+def test_the_tier_keeps_what_is_worth_most():
+    with cuda_core(MODEL, slots=9, num_pages=24, max_running=1, host_pages=24) as core:
+        shared = tuple(PROMPT[:160])
+        system = (Anchor(160, AnchorKind.SYSTEM),)
+        for i in range(6):  # a beginning that many share, and ends that nobody asks for again
+            ask(core, f"r{i}", [*shared, *(i + n % 7 for n in range(120))], anchors=system)
+        ask(core, "other", OTHER)
+        again = ask(core, "last", [*shared, 9, 9, 9])
+        assert again.reused >= 160
+        assert core.held.host.pool.held <= 24
+        check_host(core)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_are_equal_under_pressure(seed):
+    """Requests come, leave and are put off, budgets move: all answers are those of calm times."""
+    with cuda_core(MODEL, num_pages=200, max_running=1) as core:
+        alone = {}
+        for one in requests():
+            core.tree.clear()
+            alone |= comparable(answer_all(core, [one]))
+    rng = random.Random(seed)
+    with cuda_core(
+        MODEL,
+        slots=9,
+        num_pages=17,
+        max_running=4,
+        prefill_chunk=24,
+        host_pages=rng.choice([6, 60]),
+    ) as core:
+        for _ in range(2):
+            answers = {one.request_id: Answer() for one in requests()}
+            arriving = list(requests())
+            while arriving or core.has_work():
+                if arriving and rng.random() < 0.3:
+                    core.add(arriving.pop(0))
+                if rng.random() < 0.1:
+                    for output in core.settle():
+                        answers[output.request_id].take(output)
+                    resize(core, rng.choice([13, 15, 17]), 9)
+                if core.has_work():
+                    for output in core.step():
+                        answers[output.request_id].take(output)
+                check_pages(core)
+                check_host(core)
+            assert comparable(answers) == alone
+        assert core.held.host.pages_saved and core.held.host.pages_loaded
+        assert core.held.host.pool.held == core.held.host.pool.idle
