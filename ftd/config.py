@@ -232,7 +232,8 @@ class Config:
     fault: FaultSpec = setting(
         FaultSpec(),
         kinds.fault(),
-        "For tests: fail in the N-th step (step:N) or load (load:N), slow steps (slow:50ms).",
+        "For tests: fail in the N-th step (step:N) or load (load:N), slow steps (slow:50ms), "
+        "a CPU that stops answering the GPU (stuck:N).",
         default_text="none",
     )
     # Who gave each value that is not a default, for messages: "--context", "FTD_CONTEXT", ...

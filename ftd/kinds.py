@@ -37,6 +37,7 @@ class FaultSpec:
     step: int | None = None  # the n-th step since start raises
     load: int | None = None  # the n-th load of a model since start fails half-way
     slow_s: float = 0.0  # every step takes this much longer
+    stuck: int | None = None  # in the n-th step beside a GPU the CPU stops answering
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +238,7 @@ def fault() -> Kind:
         found: dict[str, Any] = {}
         for part in value.split(","):
             name, _, number = part.strip().partition(":")
-            if name in ("step", "load") and re.fullmatch(r"[1-9]\d{0,8}", number):
+            if name in ("step", "load", "stuck") and re.fullmatch(r"[1-9]\d{0,8}", number):
                 found[name] = int(number)
             elif name == "slow":
                 found["slow_s"] = parse_duration(number)
@@ -245,4 +246,4 @@ def fault() -> Kind:
                 raise ValueError
         return FaultSpec(**found)
 
-    return Kind("step:N, load:N or slow:DURATION, joined by commas", parse, "FAULT")
+    return Kind("step:N, load:N, stuck:N or slow:DURATION, joined by commas", parse, "FAULT")

@@ -30,6 +30,7 @@ class CpuExperts:
         address: [L, E] int64, records in host memory.
         most_tokens: of a captured step.
         pin: the GPU reaches the mailbox; False on the CPU device.
+        stuck: a fault for tests: from the n-th step on there are no answers.
     """
 
     def __init__(
@@ -44,11 +45,12 @@ class CpuExperts:
         *,
         pin: bool,
         deadline_s: float = DEADLINE_S,
+        stuck: int | None = None,
     ) -> None:
         self.threads = ops.pool.threads
         self.mailbox = Mailbox(most_tokens, experts_per_token, layout.hidden, act, pin=pin)
         self.service = ExpertService(ops, self.mailbox, address, layout, activation)
-        self._deadline_s = deadline_s
+        self._deadline_s, self._steps_to_stuck = deadline_s, stuck
         self._under_way = 0  # steps; changed by the engine thread alone
         self._late = ""
         self._closing = threading.Event()
@@ -59,6 +61,10 @@ class CpuExperts:
         """Before a step that may ask is launched."""
         self._under_way += 1
         self.service.expect()
+        if self._steps_to_stuck is not None:
+            self._steps_to_stuck -= 1
+            if self._steps_to_stuck == 0:
+                self.service.stick()
 
     def step_ended(self) -> None:
         """Its event has passed.

@@ -427,6 +427,7 @@ def _cpu_experts(
         BATCHES[-1],
         moe.experts_per_token,
         pin=True,
+        stuck=config.fault.stuck,
     )
     undo.callback(cpu.close)
     return cpu

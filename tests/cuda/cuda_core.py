@@ -71,6 +71,7 @@ def cuda_core(
             cpu = CpuExperts(
                 cpu_ops, address, layout, moe.activation, dtype, BATCHES[-1],
                 moe.experts_per_token, pin=device.type == "cuda", deadline_s=deadline_s,
+                stuck=config.fault.stuck,
             )  # fmt: skip
             undo.callback(cpu.close)
         experts = CudaExperts(
