@@ -53,6 +53,13 @@ def default_socket(environ: Mapping[str, str] | None = None) -> Path:
     return Path("/run/ftd/ftd.sock")
 
 
+def default_profile_dir(environ: Mapping[str, str] | None = None) -> Path:
+    """The user's cache: $XDG_CACHE_HOME, else ~/.cache."""
+    env = os.environ if environ is None else environ
+    cache = Path(env.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return cache / "ftd" / "profiles"
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     model: str = setting(
@@ -161,6 +168,12 @@ class Config:
         kinds.size(MiB, 2**50),
         "Most bytes that --anchor-dir may hold of one model.",
         default_text="8G",
+    )
+    profile_dir: Path = setting(
+        default_profile_dir,
+        kinds.path(),
+        "Folder of what ftd --profile and ftctl profile have measured of machines.",
+        default_text="$XDG_CACHE_HOME/ftd/profiles, else ~/.cache/ftd/profiles",
     )
     idle_unload: float | None = setting(
         None,
@@ -293,7 +306,10 @@ def load_config(flags: Mapping[str, Any], environ: Mapping[str, str] | None = No
     env = dict(os.environ if environ is None else environ)
     fields = {f.name: f for f in settings()}
     file = flags.get("config") or env.get("FTD_CONFIG")
-    values: dict[str, Any] = {"socket": default_socket(env)}
+    values: dict[str, Any] = {
+        "socket": default_socket(env),
+        "profile_dir": default_profile_dir(env),
+    }
     origin: dict[str, str] = {}
     given: list[tuple[str, str, object, bool]] = []  # weakest first
     if file:

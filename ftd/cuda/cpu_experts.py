@@ -47,7 +47,7 @@ class CpuExperts:
         deadline_s: float = DEADLINE_S,
         stuck: int | None = None,
     ) -> None:
-        self.threads = ops.pool.threads
+        self.ops, self.threads = ops, ops.pool.threads
         self.mailbox = Mailbox(most_tokens, experts_per_token, layout.hidden, act, pin=pin)
         self.service = ExpertService(ops, self.mailbox, address, layout, activation)
         self._deadline_s, self._steps_to_stuck = deadline_s, stuck

@@ -128,6 +128,14 @@ class CudaExperts:
     def all_resident(self) -> bool:
         return self._table.num_used == self._moe_experts
 
+    def resident_addresses(self) -> np.ndarray:
+        """[n] int64: of slots that hold an expert, as a step launched now will find them."""
+        return self._address[self._address != self._host]
+
+    def split(self, fetch_of: Sequence[Sequence[int]]) -> None:
+        """See ``Division.split``."""
+        self.division.split(fetch_of)
+
     def table_rows(self) -> torch.Tensor:
         """[L, E] int64 on the device, at a fixed address: what captured steps read."""
         return self._table_of_step.device_tensor

@@ -154,6 +154,7 @@ class EngineStatus:
     decode_tokens_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
     step_ms_p50: float = 0.0
+    rates_from: str = ""  # what the split of missed experts follows from; "": it needs no rates
     requests: tuple[RequestInfo, ...] = field(default=())
 
 

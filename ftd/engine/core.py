@@ -30,6 +30,7 @@ from ftd.engine.batch import Span
 from ftd.engine.figures import Totals
 from ftd.engine.holdings import Holdings
 from ftd.engine.meter import Meter
+from ftd.engine.profiling import Profiling
 from ftd.engine.runner import Runner, StepResult
 from ftd.engine.sampling import Draw, SamplingState, token_logprob
 from ftd.errors import ConstraintFailed, EngineFailed
@@ -127,6 +128,7 @@ class EngineCore:
         self.experts = experts
         self.runner = runner
         self.kernels = kernels  # what computes, for people
+        self.profiling: Profiling | None = None  # None: nothing that could be divided
         self.limits = limits
         self.held = Holdings(kv, limits.max_running, clock, host)
         self.pages, self.tree = self.held.pages, self.held.tree
@@ -533,4 +535,5 @@ class EngineCore:
                 *(figures.waiting(a.sequence, now_s) for a in self._waiting.values()),
             ],
             self.held.host,
+            self.profiling.source if self.profiling else "",
         )

@@ -74,6 +74,16 @@ class CudaRunner:
         progress(len(kinds), len(kinds))
         self._warm_prompts()
 
+    def launch_empty(self, batch: int) -> bool:
+        """Queue a captured step of which no row is in use: it computes all but the experts.
+
+        False: there is none. No other step may be in flight.
+        """
+        graph = self._graphs.get((batch, True)) or self._graphs.get((batch, False))
+        if graph is not None:
+            graph.launch([])
+        return graph is not None
+
     def close(self) -> None:
         """Let the graphs and their memory go; nothing may run any more."""
         if self._device.type == "cuda":

@@ -41,6 +41,7 @@ def status(
     meter: Meter,
     requests: Iterable[RequestInfo],
     host: HostTier | None = None,
+    rates_from: str = "",
 ) -> EngineStatus:
     requests = tuple(requests)
     waiting = sum(request.state == "waiting" for request in requests)
@@ -72,6 +73,7 @@ def status(
         decode_tokens_per_s=meter.decode_tokens_per_s(),
         prefill_tokens_per_s=meter.prefill_tokens_per_s(),
         step_ms_p50=meter.step_ms_p50(),
+        rates_from=rates_from,
         requests=requests,
         **asdict(totals),
     )

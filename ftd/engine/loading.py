@@ -37,8 +37,10 @@ from ftd.cuda.pinned import register
 from ftd.cuda.residency import CudaExperts
 from ftd.cuda.support import refuse_unsupported
 from ftd.engine.api import EngineLimits
+from ftd.engine.benches import on_cpu, on_gpu
 from ftd.engine.core import EngineCore, StepExperts
 from ftd.engine.cuda_runner import CudaRunner
+from ftd.engine.profiling import Profiling
 from ftd.engine.runner import CpuRunner, Runner
 from ftd.engine.thread import EngineThread
 from ftd.errors import CheckpointError, ConfigError, NotReady
@@ -233,6 +235,8 @@ def load_core(
         )
     try:
         core.warm_up()
+        core.profiling = parts.profiling
+        parts.profiling.start()
         if config.anchor_dir is not None:
             core.keep_on_disk(_disk_store(config, config.anchor_dir, prepared, core))
         _refuse_if(cancelled)
@@ -277,6 +281,7 @@ class _Parts:
     kv: KvCache
     experts: StepExperts
     runner: Runner
+    profiling: Profiling
     host: HostTier | None = None
 
 
@@ -300,7 +305,8 @@ def _on_cpu(
     experts = ExpertRuntime(spec, prepared.layout, pool, ops, plan.num_slots)
     undo.callback(experts.close)
     _calibrate(ops, pool, prepared, dtype)
-    return _Parts(ops.name, model, kv, experts, CpuRunner(model, kv))
+    profiling = on_cpu(config, prepared, pool, dtype, ops, experts)
+    return _Parts(ops.name, model, kv, experts, CpuRunner(model, kv), profiling)
 
 
 def _on_gpu(
@@ -395,7 +401,9 @@ def _on_gpu(
         planned_bytes=plan.vram.total_bytes,
     )
     host = HostTier(pinned, kv, plan.page_tokens) if pinned else None
-    return _Parts(f"triton on {plan.vram.gpu.name}", model, kv, experts, runner, host)
+    profiling = on_gpu(config, prepared, pool, dtype, ops, experts, runner)
+    kernels = f"triton on {plan.vram.gpu.name}"
+    return _Parts(kernels, model, kv, experts, runner, profiling, host)
 
 
 def _cpu_experts(

@@ -98,7 +98,8 @@ class ExpertRuntime:
         self._row = {layer: row for row, layer in enumerate(self._layers)}
         self._layout, self._pool, self._ops = layout, host_pool, ops
         self._activation = mlp.activation
-        self._fetch_of = fetch_of if fetch_of is not None else range(self._num_experts + 1)
+        every = range(self._num_experts + 1)
+        self._fetch_of: Sequence[Sequence[int]] = [every if fetch_of is None else fetch_of]
         self._allowance, self._tuning = allowance, tuning or policy.Tuning()
         self._host = np.stack([host_pool.addresses(layer).numpy() for layer in self._layers])
         self._address = self._host.copy()  # [L, E] int64: slot if resident, else host record
@@ -143,7 +144,8 @@ class ExpertRuntime:
             step.fetched += len(missed)
             self._admit_hottest(row, missed)
         else:
-            count = self._fetch_of[min(len(missed), len(self._fetch_of) - 1)]
+            fetch_of = self._fetch_of[min(len(ids) - 1, len(self._fetch_of) - 1)]
+            count = fetch_of[min(len(missed), len(fetch_of) - 1)]
             step.fetched += count
             for expert in policy.in_order(missed, self._plan.value[row, missed])[:count]:
                 if self._plan.admit[row, expert]:
@@ -190,6 +192,14 @@ class ExpertRuntime:
         self._address.reshape(-1)[key] = self._host.reshape(-1)[key]
 
     # ---- between steps ----
+
+    def split(self, fetch_of: Sequence[Sequence[int]]) -> None:
+        """For 1, 2, 4 and 8 rows: for each number of misses of a layer, how many take the link.
+
+        More misses than a table knows count as its last.
+        """
+        one, two, four, eight = fetch_of
+        self._fetch_of = [one, two, four, four, eight]  # of 1, 2, 3, ... rows
 
     def safe_point(self) -> None:
         """The step is done and good: its fills become resident, and the next step is prepared."""

@@ -5,6 +5,7 @@ Read from /proc and /sys below a root folder, so that a test can draw a machine 
 
 from __future__ import annotations
 
+import platform
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -54,6 +55,12 @@ def read_machine(root: Path = Path("/")) -> Machine:
         numa_nodes=tuple(node.number for node in discover_nodes(root)),
         huge_pages=_huge_pages(root),
     )
+
+
+def processor_name(root: Path = Path("/")) -> str:
+    """As the system tells it; of those that tell none, the architecture."""
+    found = re.search(r"^(?:model name|Model)\s*:\s*(.+)$", _text(root / "proc/cpuinfo"), re.M)
+    return found[1].strip() if found else platform.machine()
 
 
 def own_bytes(root: Path = Path("/")) -> int:

@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from ftd.config import Config, FaultSpec, HttpAddress, default_socket, load_config, settings
+from ftd.config import (
+    Config,
+    FaultSpec,
+    HttpAddress,
+    default_profile_dir,
+    default_socket,
+    load_config,
+    settings,
+)
 from ftd.errors import ConfigError
 from ftd.units import Amount
 
@@ -26,7 +34,7 @@ def test_without_anything_all_is_default():
     assert config.model == "demo"
     assert config.http == HttpAddress("127.0.0.1", 1919)
     assert list(config.changed()) == []
-    assert config == Config(socket=Path("/run/ftd/ftd.sock"))
+    assert config == Config(socket=Path("/run/ftd/ftd.sock"), profile_dir=default_profile_dir({}))
 
 
 def test_flag_beats_variable_beats_file_beats_default(tmp_path):
@@ -55,7 +63,7 @@ def test_every_setting_has_the_same_name_everywhere(tmp_path):
         "log_prompts": "true", "fault": '"step:3,load:1,slow:50ms"', "hold": '"20s"',
         "thinking": '"off"', "drop_billing_line": "false", "tool_dialect": '"hermes"',
         "anchor_dir": '"/tmp/a"', "anchor_bytes": '"2M"', "idle_unload": '"10m"',
-        "host_kv": '"3G"',
+        "host_kv": '"3G"', "profile_dir": '"/tmp/p"',
     }  # fmt: skip
     assert set(typed) == {f.name for f in settings()}
     text = {k: v.strip("[]").replace('"', "").replace(", ", ",") for k, v in typed.items()}
@@ -97,6 +105,11 @@ def test_token_counts_take_k():
 def test_default_socket(environ, path):
     assert default_socket(environ) == Path(path)
     assert load_config({}, environ).socket == Path(path)
+
+
+def test_profiles_lie_in_the_users_cache():
+    assert default_profile_dir({"XDG_CACHE_HOME": "/c"}) == Path("/c/ftd/profiles")
+    assert load_config({}, {}).profile_dir == Path("~/.cache/ftd/profiles").expanduser()
 
 
 @pytest.mark.parametrize(

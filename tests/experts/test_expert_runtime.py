@@ -127,6 +127,24 @@ def test_answers_are_equal_bit_by_bit_whatever_is_resident(
     runtime.close()
 
 
+def test_a_new_split_counts_from_the_next_step_on(pool):
+    runtime = ExpertRuntime(SPEC, LAYOUT, pool, OPS, 1)
+    step(runtime, 1, 1)
+    runtime.safe_point()
+    assert runtime.counters().on_cpu == 0
+    nothing, all_of_them = (0,), range(E + 1)
+    runtime.split([nothing, nothing, all_of_them, nothing])
+    for rows in (1, 2, 5, 8, 3, 4):
+        before = runtime.counters()
+        step(runtime, rows, rows)
+        runtime.safe_point()
+        after = runtime.counters()
+        over_link = rows in (3, 4)
+        assert (after.on_cpu == before.on_cpu) == over_link, rows
+        assert (after.fetched == before.fetched) == (not over_link), rows
+    runtime.close()
+
+
 def test_without_slots_routing_is_never_looked_at(pool):
     class Echo(TorchOps):
         def moe(self, x, ids, weights, address, layout, activation):

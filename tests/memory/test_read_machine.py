@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ftd.memory.machine import read_machine
+from ftd.memory.machine import processor_name, read_machine
 from ftd.units import GiB, MiB
 
 
@@ -28,6 +28,15 @@ def test_this_machine():
     assert machine.cores >= 1
     assert 0 < machine.available_bytes <= machine.total_bytes
     assert machine.numa_nodes
+
+
+def test_a_processor_has_a_name(tmp_path):
+    (tmp_path / "proc").mkdir()
+    file = tmp_path / "proc" / "cpuinfo"
+    file.write_text("processor\t: 0\nmodel name\t: A fast one @ 2 GHz\nprocessor\t: 1\n")
+    assert processor_name(tmp_path) == "A fast one @ 2 GHz"
+    file.unlink()
+    assert processor_name(tmp_path)
 
 
 def test_without_cgroups_the_machine_is_the_limit(draw):

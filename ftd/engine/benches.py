@@ -1,0 +1,100 @@
+"""The bench that measures a loaded model's experts on its device, and what obeys the profile."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ftd.config import Config
+from ftd.cuda.bench import CudaBench
+from ftd.cuda.residency import CudaExperts
+from ftd.engine.cuda_runner import CudaRunner
+from ftd.engine.profiling import Profiling
+from ftd.experts.cpu_bench import CpuBench
+from ftd.experts.host_pool import HostPool
+from ftd.experts.profile import Key
+from ftd.experts.profile_store import ProfileStore
+from ftd.experts.runtime import ExpertRuntime
+from ftd.kernels.cpu.native import NativeOps
+from ftd.kernels.ops import Ops
+from ftd.memory.machine import processor_name
+from ftd.model.spec import ModelSpec, MoeSpec
+
+if TYPE_CHECKING:
+    from ftd.engine.loading import Prepared
+
+
+def on_cpu(
+    config: Config,
+    prepared: Prepared,
+    pool: HostPool,
+    act: torch.dtype,
+    ops: Ops,
+    experts: ExpertRuntime,
+) -> Profiling:
+    """Where an expert is makes no difference in speed here: for people, and for the simulator."""
+    bench = _cpu_bench(prepared, pool, act, ops)
+    return Profiling(bench, experts, ProfileStore(config.profile_dir), calibrates=False)
+
+
+def on_gpu(
+    config: Config,
+    prepared: Prepared,
+    pool: HostPool,
+    act: torch.dtype,
+    ops: Ops,
+    experts: CudaExperts,
+    runner: CudaRunner,
+) -> Profiling:
+    spec, plan = prepared.spec, prepared.plan
+    assert plan.vram is not None
+    moe, cpu = _moe(spec), experts.division.cpu
+    bench = CudaBench(
+        _key(prepared, cpu.ops if cpu else None),
+        ops,
+        prepared.layout,
+        moe.activation,
+        torch.stack([pool.addresses(layer) for layer in spec.moe_layers]),
+        torch.device("cuda", plan.vram.gpu.index),
+        act,
+        moe.experts_per_token,
+        pinned=experts.pinned,
+        cpu=_cpu_bench(prepared, pool, act, cpu.ops) if cpu else None,
+        division=experts.division,
+        resident=experts.resident_addresses,
+        step=runner.launch_empty,
+        layers=len(spec.layers),
+    )
+    divides = cpu is not None and plan.num_slots < plan.num_experts
+    return Profiling(bench, experts, ProfileStore(config.profile_dir), calibrates=divides)
+
+
+def _cpu_bench(prepared: Prepared, pool: HostPool, act: torch.dtype, ops: Ops) -> CpuBench:
+    moe = _moe(prepared.spec)
+    return CpuBench(
+        _key(prepared, ops),
+        ops,
+        prepared.layout,
+        torch.cat([pool.addresses(layer) for layer in prepared.spec.moe_layers]),
+        act,
+        moe.experts_per_token,
+        moe.activation,
+    )
+
+
+def _key(prepared: Prepared, ops: Ops | None) -> Key:
+    vram, layout = prepared.plan.vram, prepared.layout
+    threads = torch.get_num_threads() if ops else 0
+    return Key(
+        gpu=vram.gpu.uuid if vram else "",
+        cpu=processor_name(),
+        threads=ops.pool.threads if isinstance(ops, NativeOps) else threads,
+        experts=f"{layout.format_name} {layout.hidden}x{layout.inner}",
+    )
+
+
+def _moe(spec: ModelSpec) -> MoeSpec:
+    mlp = spec.layers[spec.moe_layers[0]].mlp
+    assert isinstance(mlp, MoeSpec)
+    return mlp

@@ -1,0 +1,126 @@
+"""The machine's profile in an engine: found or calibrated at the start, measured again on request.
+
+Everything runs on the engine thread, at safe points; a measurement goes slice by slice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import structlog
+
+from ftd.errors import Busy, ConfigError
+from ftd.experts.measure import FULL, QUICK, Bench, Slice, measure
+from ftd.experts.profile import BATCHES, Profile
+from ftd.experts.profile_store import ProfileStore
+
+if TYPE_CHECKING:
+    from ftd.engine.core import EngineCore
+
+log = structlog.get_logger(__name__)
+
+
+class Divides(Protocol):
+    """What obeys a profile: the experts."""
+
+    def split(self, fetch_of: Sequence[Sequence[int]]) -> None:
+        """For 1, 2, 4 and 8 rows: for each number of misses of a layer, how many take the link."""
+        ...
+
+
+class Profiling:
+    """
+    Args:
+        calibrates: rates matter enough to look for them at the start, for less than a second.
+        clock: unix time.
+    """
+
+    def __init__(
+        self,
+        bench: Bench,
+        experts: Divides,
+        store: ProfileStore,
+        *,
+        calibrates: bool,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.store = store
+        self.profile: Profile | None = None
+        self._bench, self._experts, self._clock = bench, experts, clock
+        self._calibrates = calibrates
+        self._measuring: Generator[Slice, None, Profile] | None = None
+
+    def start(self) -> None:
+        """Take the stored profile if there is one for this machine, else a quick calibration."""
+        profile = self.store.find(self._bench.key)
+        if profile is None and self._calibrates:
+            began_s = time.monotonic()
+            measuring = measure(self._bench, QUICK, self._clock())
+            try:
+                while profile is None:
+                    try:
+                        next(measuring)
+                    except StopIteration as end:
+                        profile = end.value
+            finally:
+                self._bench.close()
+            log.info("profile.calibrated", took_s=round(time.monotonic() - began_s, 2))
+        if profile is not None:
+            self.take(profile)
+
+    def take(self, profile: Profile) -> None:
+        """Divide misses as it says, from the next step on."""
+        self.profile = profile
+        of = self._bench.experts_per_token
+        tables = [profile.fetch_of(batch, of) for batch in BATCHES]
+        if self._bench.has_link and all(tables):
+            self._experts.split([table or () for table in tables])
+        log.info("profile.taken", of=self.source, fetch_of=tables[0])
+
+    @property
+    def source(self) -> str:
+        """Where the rates in force come from, for people."""
+        if self.profile is None:
+            return ""
+        if self.profile.quick:
+            return "a quick calibration at the start"
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.profile.measured_at))
+        return f"the profile of {when}"
+
+    @property
+    def experts_per_token(self) -> int:
+        return self._bench.experts_per_token
+
+    # ---- measured again, slice by slice
+
+    def begin(self) -> None:
+        """Raises Busy: a measurement is under way."""
+        if self._measuring is not None:
+            raise Busy("a measurement is under way", hint="wait for it; ftctl watch shows it")
+        self._measuring = measure(self._bench, FULL, self._clock())
+
+    def next_slice(self) -> Slice | Profile:
+        """Measure a little more; the profile, already taken over, when all is measured."""
+        assert self._measuring is not None
+        try:
+            return next(self._measuring)
+        except StopIteration as end:
+            profile: Profile = end.value
+            self.take(profile)
+            return profile
+
+    def end(self) -> None:
+        """Done, or given up: let go of what was needed. Idempotent."""
+        if self._measuring is not None:
+            self._measuring.close()
+            self._measuring = None
+            self._bench.close()
+
+
+def profiling_of(core: EngineCore) -> Profiling:
+    """Raises ConfigError: this engine has nothing to measure."""
+    if core.profiling is None:
+        raise ConfigError("there is nothing to measure: neither a link nor a CPU computes experts")
+    return core.profiling

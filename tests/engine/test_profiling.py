@@ -1,0 +1,143 @@
+"""Profiles in an engine: found, calibrated, measured between steps, obeyed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from driving import answer_all, engine_core, request
+
+from ftd.engine.profiling import Profiling, profiling_of
+from ftd.errors import Busy, ConfigError
+from ftd.experts.measure import Slice
+from ftd.experts.profile import Figures, Key, Line, Profile
+from ftd.experts.profile_store import ProfileStore
+
+KEY = Key("GPU-1", "a processor", 14, "bf16 2048x768")
+FIGURES = Figures(1, Line(5000.0, 3e-6), Line(10_000.0, 1e-6))
+PROFILE = Profile(KEY, 1000, (FIGURES,), measured_at=1.7e9)
+
+
+class Fast:
+    """A bench that knows its machine."""
+
+    key, expert_bytes, experts_per_token = KEY, 1000, 4
+    has_link = has_cpu = has_hits = True
+    closed = 0
+
+    def link_s(self, rows, experts, seconds):
+        return experts / 5000
+
+    def cpu_s(self, rows, experts, seconds):
+        return experts / 10_000
+
+    hits_s = link_s
+
+    def both_s(self, rows, experts, seconds):
+        return experts / 4000, experts / 8000
+
+    def handshake_s(self, seconds):
+        return 1e-6
+
+    def read_bytes_per_s(self, seconds):
+        return 1e9
+
+    def fixed_s(self, rows, seconds):
+        return None
+
+    def close(self):
+        self.closed += 1
+
+
+class Told:
+    def __init__(self):
+        self.tables = []
+
+    def split(self, fetch_of):
+        self.tables.append([tuple(table) for table in fetch_of])
+
+
+def make(folder, *, calibrates=True, bench=None):
+    bench, told = bench or Fast(), Told()
+    store = ProfileStore(folder)
+    return Profiling(bench, told, store, calibrates=calibrates, clock=lambda: 1.8e9), told, bench
+
+
+def test_a_stored_profile_is_taken_at_the_start_without_measuring(tmp_path):
+    ProfileStore(tmp_path).save(PROFILE)
+    profiling, told, bench = make(tmp_path)
+    profiling.start()
+    assert profiling.profile == PROFILE and not bench.closed
+    assert told.tables == [[PROFILE.fetch_of(batch, 4) for batch in (1, 2, 4, 8)]]
+    assert profiling.source.startswith("the profile of 2023-11-1")
+
+
+def test_another_machines_profile_is_not_taken(tmp_path):
+    ProfileStore(tmp_path).save(replace(PROFILE, key=replace(KEY, gpu="GPU-2")))
+    profiling, told, _ = make(tmp_path, calibrates=False)
+    profiling.start()
+    assert (profiling.profile, told.tables, profiling.source) == (None, [], "")
+
+
+def test_without_one_rates_come_from_a_quick_calibration(tmp_path):
+    profiling, told, bench = make(tmp_path)
+    profiling.start()
+    assert profiling.profile.quick and bench.closed == 1 and len(told.tables) == 1
+    assert profiling.source == "a quick calibration at the start"
+    assert ProfileStore(tmp_path).find(KEY) is None, "it is not kept"
+
+
+def test_a_measurement_goes_slice_by_slice_and_is_taken_over_at_its_end(tmp_path):
+    profiling, told, bench = make(tmp_path)
+    profiling.begin()
+    with pytest.raises(Busy):
+        profiling.begin()
+    found = profiling.next_slice()
+    while isinstance(found, Slice):
+        assert told.tables == []
+        found = profiling.next_slice()
+    assert profiling.profile is found and not found.quick and len(told.tables) == 1
+    profiling.end()
+    profiling.end()
+    assert bench.closed == 1
+    profiling.begin()
+    profiling.next_slice()
+    profiling.end()
+    assert bench.closed == 2 and profiling.profile is found, "given up: as it was"
+
+
+def test_where_there_is_no_link_nothing_is_divided(tmp_path):
+    bench = Fast()
+    bench.has_link = False
+    profiling, told, _ = make(tmp_path, bench=bench)
+    profiling.start()
+    assert profiling.profile is not None and told.tables == []
+
+
+def test_an_engine_measures_between_its_steps(script_model_dir, tmp_path):
+    with engine_core(script_model_dir, profile_dir=tmp_path, expert_slots=4) as core:
+        undisturbed = answer_all(core, [request("a", range(5, 15))])["a"]
+        assert core.status().rates_from == ""
+        profiling = profiling_of(core)
+        core.drop_anchors(None)
+        core.add(request("b", range(5, 15)))
+        profiling.begin()
+        tokens, found = [], profiling.next_slice()
+        while isinstance(found, Slice):
+            found = profiling.next_slice()
+            tokens += [t for output in core.step() for t in output.tokens]
+        profiling.end()
+        assert tokens == undisturbed.tokens
+        assert found.figures[0].cpu.experts_per_s > 0
+        assert core.status().rates_from.startswith("the profile of ")
+        profiling.store.save(found)
+    with engine_core(script_model_dir, profile_dir=tmp_path) as core:
+        assert core.profiling.profile == found
+
+
+def test_an_engine_without_experts_to_divide_says_so():
+    class Core:
+        profiling = None
+
+    with pytest.raises(ConfigError, match="nothing to measure"):
+        profiling_of(Core())
