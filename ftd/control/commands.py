@@ -196,10 +196,10 @@ class LifecycleCommands:
         return p.CancelResult(request_id)
 
     async def _check(self, model: str | None) -> p.CheckResult:
-        name, preflight = await self._lifecycle.check(model)
+        name, preflight, report = await self._lifecycle.check(model)
         return p.CheckResult(
             model=name,
-            report=preflight.report,
+            report=report,
             need_bytes=preflight.need_bytes,
             available_bytes=preflight.available_bytes,
             beside=preflight.beside,

@@ -7,9 +7,10 @@ refused; after it only reading can fail.
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -207,6 +208,8 @@ def load_core(
         )
         undo.callback(pool.close)
         threads = None if config.load_threads == "auto" else config.load_threads
+        if plan.vram is not None:  # triton takes a second to import: do it while the disk is read
+            threading.Thread(target=_import_gpu_kernels, name="ftd-import", daemon=True).start()
         weights = load_weights(
             prepared.checkpoint,
             prepared.architecture,
@@ -270,6 +273,12 @@ def refuse_anchor_dir(config: Config, prepared: Prepared) -> None:
             hint="leave it out",
         )
     try_directory(config.anchor_dir)
+
+
+def _import_gpu_kernels() -> None:
+    """For whoever imports them next, which waits until this is done, or fails as this did."""
+    with suppress(ImportError):
+        import ftd.kernels.triton.ops  # noqa: F401
 
 
 @dataclass(frozen=True, slots=True)

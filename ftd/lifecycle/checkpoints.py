@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ftd.check import plan_findings, text_findings
@@ -48,8 +49,9 @@ class Checkpoints:
             beside=fits,
             need_bytes=chosen.plan.total_bytes,
             available_bytes=chosen.plan.available_bytes,
-            report=_report(chosen),
+            report=partial(_report, chosen),
             prepared=chosen,
+            vocab=chosen.spec.vocab,
         )
 
     def open_text(self, source: ModelSource) -> TextModel:

@@ -156,10 +156,15 @@ class Lifecycle:
         """Load the model that the configuration names. Raises what was wrong with it."""
         await self._run("load", self._load_first())
 
-    async def check(self, model: str | None = None) -> tuple[str, Preflight]:
-        """Check a model's headers, config, plan, tokenizer and template; changes nothing."""
+    async def check(self, model: str | None = None) -> tuple[str, Preflight, tuple[str, ...]]:
+        """Check a model's headers, config, plan, tokenizer and template; changes nothing.
+
+        Returns:
+            Its name, what was found, and the report that people read.
+        """
         candidate = await self._run("check", self._look_at(model))
-        return candidate.source.name, candidate.preflight
+        report = await on_thread(candidate.preflight.report)
+        return candidate.source.name, candidate.preflight, report
 
     async def reload(
         self, model: str | None = None, how: How = How.DRAIN, timeout_s: float = DRAIN_TIMEOUT_S
@@ -449,31 +454,44 @@ class Lifecycle:
         """Everything about a model that can be refused without reading its weights."""
         config = replace(self.config, model=model) if model else self.config
         self._phase(Phase.FINDING)
+        began_s = time.monotonic()
         source = await on_thread(lambda: self._models.resolve(config.model, self._on_piece))
         self._phase(Phase.CHECKING)
-        preflight = await self._preflight(config, source)
-        text = await on_thread(lambda: self._models.open_text(source))
-        return Candidate(config, source, text, preflight)
+        found_s = time.monotonic()
+        text = asyncio.ensure_future(on_thread(lambda: self._models.open_text(source)))
+        try:  # a large vocabulary and a GPU's context take about as long
+            preflight = await self._preflight(config, source)
+            candidate = Candidate(config, source, await text, preflight)
+        finally:
+            await cancel_all(text)
+        seconds = {"find_s": found_s - began_s, "check_s": time.monotonic() - found_s}
+        log.info("model.checked", **{name: round(s, 2) for name, s in seconds.items()})
+        return candidate
 
     async def _open(self, candidate: Candidate) -> ServedModel:
         """Load, and run a first real step. Raises FtdError."""
         self._phase(Phase.READING)
         config, source = candidate.config, candidate.source
+        dialect = None if config.tool_dialect == "auto" else config.tool_dialect
+        vocab = candidate.preflight.vocab
+        constraints = asyncio.ensure_future(
+            on_thread(lambda: candidate.text.prepare_constraints(vocab, dialect))
+        )
         try:
             loaded = await on_thread(
                 lambda: self._models.load(
                     config, candidate.preflight, self._on_piece, self._stopping.is_set
                 )
             )
+            await constraints
         except FtdError:
             raise
         except Exception as error:
             log.error("model.load_failed", model=source.name, exc_info=error)
             hint = "the log has the traceback"
             raise LoadFailed(f"{source.name}: {error!r}", hint=hint) from None
-        dialect = None if config.tool_dialect == "auto" else config.tool_dialect
-        vocab = loaded.engine.limits.vocab
-        await on_thread(lambda: candidate.text.prepare_constraints(vocab, dialect))
+        finally:
+            await cancel_all(constraints)
         if self._by_need:
             await loaded.memory.apply(Change(auto=True))
         names = dict.fromkeys((*config.served_name, source.name, config.model, str(source.path)))

@@ -201,8 +201,9 @@ class Preflight:
     beside: bool  # it can be loaded while the old model serves, and gets all it would get alone
     need_bytes: int
     available_bytes: int
-    report: tuple[str, ...]  # the printed plan and every finding, line by line
+    report: Callable[[], tuple[str, ...]]  # the printed plan and every finding; may take a second
     prepared: Any  # what the loader goes on with
+    vocab: int = 0  # of the model
 
 
 @dataclass(frozen=True, slots=True)

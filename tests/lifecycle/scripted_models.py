@@ -242,7 +242,7 @@ class ScriptedModels:
         if script.refusal:
             raise script.refusal
         beside = script.beside and old is not None
-        return Preflight(beside, 2**30, 2**40, ("weights  1.00 GiB",), prepared=source.name)
+        return Preflight(beside, 2**30, 2**40, lambda: ("weights  1.00 GiB",), prepared=source.name)
 
     def open_text(self, source):
         return ScriptedText(f"text of {source.name}")

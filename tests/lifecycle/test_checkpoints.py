@@ -38,7 +38,7 @@ def check(old=None, config=CONFIG):
 def test_check_reports_the_plan(available):
     found = check()
     assert found.available_bytes == 8 * GiB
-    assert any(line.startswith("host pool") for line in found.report)
+    assert any(line.startswith("host pool") for line in found.report())
     assert not found.beside, "there is nothing to be beside of"
 
 
