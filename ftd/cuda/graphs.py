@@ -3,7 +3,7 @@
 Everything a step reads lies in buffers of fixed addresses: token ids, positions, page tables,
 temperatures, the experts' address table. A graph therefore outlives every change of batch, pages
 and residency. Rows that no sequence uses have position -1: they choose no expert (id -1), write
-their keys to the scratch page, and what they sample is not looked at.
+their keys to the scratch page and no recurrent state, and what they sample is not looked at.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ftd.kernels.delta import StateRows
 from ftd.model.step import StepInput
 
 from .sampling import draw
@@ -42,6 +43,8 @@ class DecodeRow:
     pages: Sequence[int]  # at least position // page_tokens + 1 of them
     temperature: float
     uniform: float  # in (0, 1)
+    source: int = -1  # slot of its recurrent state, -1: it begins
+    target: int = -1  # slot for the state after it, if the model has some
 
 
 class DecodeInput:
@@ -52,13 +55,14 @@ class DecodeInput:
     """
 
     def __init__(self, batch: int, device: torch.device | str = "cpu") -> None:
-        self.block = torch.zeros(32 * batch, dtype=torch.uint8, device=device)
-        self.without_ids = self.block[: 24 * batch]
-        parts = self.block.split([16 * batch, 8 * batch, 8 * batch])
-        self.numbers = parts[0].view(torch.float64).view(2, batch)  # temperature, uniform
-        self.position = parts[1].view(torch.int64)  # [B], -1: not in use
-        self.ids = parts[2].view(torch.int64)  # [B]
-        self.position.fill_(-1)
+        self.block = torch.zeros(48 * batch, dtype=torch.uint8, device=device)
+        self.without_ids = self.block[: 40 * batch]
+        numbers, rest = self.block.split([16 * batch, 32 * batch])
+        self.numbers = numbers.view(torch.float64).view(2, batch)  # temperature, uniform
+        # [B] each; -1: not in use
+        self.position, source, target, self.ids = rest.view(torch.int64).view(4, batch)
+        self.states = StateRows(source, target)
+        rest.view(torch.int64)[: 3 * batch] = -1
         self.numbers.fill_(0.5)
 
     def fill(self, rows: Sequence[DecodeRow | None]) -> None:
@@ -66,7 +70,9 @@ class DecodeInput:
         for i in range(len(self.ids)):
             row = rows[i] if i < len(rows) else None
             self.position[i] = -1 if row is None else row.position
+            self.states.target[i] = -1 if row is None else row.target
             if row is not None:
+                self.states.source[i] = row.source
                 self.ids[i] = row.token
                 self.numbers[0, i], self.numbers[1, i] = row.temperature, row.uniform
 
@@ -162,8 +168,9 @@ class DecodeGraph:
         page = torch.where(active, page, self._scratch_page)
         place = page * self._page_tokens + at % self._page_tokens
         step = StepInput(
-            self._input.ids, at.to(torch.int32), self._sequence, place, table, self._rows
-        )
+            self._input.ids, at.to(torch.int32), self._sequence, place, table, self._rows,
+            self._input.states,
+        )  # fmt: skip
         self.logits = self._forward(step, active)  # [B, V]
         temperature, uniform = self._input.numbers.unbind(0)
         self.tokens, self.finite = draw(self.logits, temperature.float(), uniform)

@@ -17,9 +17,7 @@ def refuse_unsupported(
     lacking = {fmt.name for fmt in dense_formats if fmt.scaled}
     lacking |= {m.format.name for m in layout.matrices.values() if m.format.scaled}
     moes = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec)]
-    if spec.delta_layers:
-        what = "layers with a recurrent state"
-    elif lacking:
+    if lacking:
         what = "weights stored as " + ", ".join(sorted(lacking))
     elif any(moe.bias for moe in moes):
         what = "experts with biases"

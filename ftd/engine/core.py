@@ -311,7 +311,10 @@ class EngineCore:
             return None
         if self._fault != NO_FAULT:
             return None
-        spans = [self._span_ahead(a) if goes else None for a, goes in zip(rows, going)]
+        spans = [
+            self._span_ahead(a, span) if goes else None
+            for a, span, goes in zip(rows, step.spans, going)
+        ]
         result = self.runner.follow(step.result, spans)
         live = [(a, 1) for a, goes in zip(rows, going) if goes]
         return Launched(live, [s for s in spans if s], result)
@@ -411,12 +414,17 @@ class EngineCore:
         states = self.held.recurrence.step(sequence, tokens)
         return Span(sequence.ids[begin:end], begin, sequence.pages, logits, states)
 
-    def _span_ahead(self, answering: Answering) -> Span:
-        """The token that the running step is about to bring, with a page for its keys."""
+    def _span_ahead(self, answering: Answering, span: Span) -> Span:
+        """The token that the running step is about to bring, with a page for its keys.
+
+        Args:
+            span: of the running step.
+        """
         sequence = answering.sequence
         begin = sequence.computed + 1
         self.held.extend(sequence, begin + 1)
-        return Span((0,), begin, sequence.pages, 1)
+        states = self.held.recurrence.step_ahead(span.states)
+        return Span((0,), begin, sequence.pages, 1, states)
 
     def _sampling(self, answering: Answering, tokens: int) -> SamplingState | None:
         """How the token after the step's is drawn; None while more of the prompt is to come."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from ftd.cuda.tables import Fetched
 from ftd.engine.api import Sampling
 from ftd.engine.batch import Span, pack
 from ftd.engine.philox import uniform
+from ftd.engine.recurrence import StateMoves
 from ftd.engine.runner import Drawn, StepResult, drawing, ends_of
 from ftd.engine.sampling import Draw, Sampler, SamplingState
 from ftd.errors import EngineFailed
@@ -96,7 +98,10 @@ class CudaRunner:
         greedy = SamplingState(Sampling(temperature=0.0), ())
         for tokens in warm_up_sizes(min(self._chunk_tokens, self._most_pages * page_tokens)):
             pages = [self._kv.scratch_page] * -(-tokens // page_tokens)
-            self._eager([Span((0,) * tokens, 0, pages, 1)], [greedy], self._experts).draws()
+            # of the states nobody has one yet
+            moves = StateMoves(None, ((tokens, 0),), (0.0,)) if self._kv.states else None
+            span = Span((0,) * tokens, 0, pages, 1, moves)
+            self._eager([span], [greedy], self._experts).draws()
             self._experts.abandon_step()
 
     def routed(self, launch: Launch, log: np.ndarray, report: np.ndarray | None) -> None:
@@ -159,10 +164,10 @@ class CudaRunner:
     def _eager(
         self, spans: Sequence[Span], sampling: Sequence[SamplingState | None], experts: Experts
     ) -> EagerResult:
-        step = padded(pack(spans, self._kv.page_tokens, self._kv.page_stride), self._most_pages)
-        # recurrent layers are refused on the GPU: there are no states
-        tensors = [getattr(step, name) for name in StepInput.__slots__ if name != "states"]
-        step = StepInput(*(tensor.to(self._device) for tensor in tensors))
+        packed = padded(pack(spans, self._kv.page_tokens, self._kv.page_stride), self._most_pages)
+        names = [name for name in StepInput.__slots__ if name != "states"]
+        tensors = {name: getattr(packed, name).to(self._device) for name in names}
+        step = replace(packed, **tensors)
         logits = self._model.forward(step, self._kv, experts)
         states, positions = drawing(spans, sampling)
         ends = ends_of(spans, sampling)
@@ -178,7 +183,8 @@ def padded(step: StepInput, most_pages: int) -> StepInput:
     """Repeat the last row up to a whole block of rows, and widen the page table to its full width.
 
     Kernels are compiled for few shapes then. A repeated row chooses the same experts and writes the
-    same keys to the same place, so it costs and changes nothing.
+    same keys to the same place, so it costs and changes nothing. For recurrent layers it lies
+    behind every sequence's rows: they repeat the last one's result.
     """
     rows = len(step.ids)
     row = torch.arange(-(-rows // BLOCK_ROWS) * BLOCK_ROWS).clamp(max=rows - 1)
@@ -190,6 +196,7 @@ def padded(step: StepInput, most_pages: int) -> StepInput:
         step.place[row],
         table,
         step.logit_rows,
+        step.states,
     )
 
 
@@ -217,7 +224,12 @@ def on_device(state: SamplingState) -> bool:
 
 def _row(span: Span, state: SamplingState) -> DecodeRow:
     position = span.begin + span.count
-    return DecodeRow(span.ids[0], span.begin, span.pages, *_draw_with(state, position))
+    row = DecodeRow(span.ids[0], span.begin, span.pages, *_draw_with(state, position))
+    if span.states is None:
+        return row
+    source = -1 if span.states.source is None else span.states.source
+    ((_, target),) = span.states.targets
+    return replace(row, source=source, target=target)
 
 
 class DecodeResult:

@@ -55,8 +55,12 @@ class Holdings:
         self.anchors = AnchorBook(self.tree)
         if host is not None:
             self.tree.leaving = host.take
-        num_states = kv.states.num_slots if kv.states else 0
-        self.recurrence = Recurrence(num_states, max_running, kv.page_tokens, clock)
+        self.recurrence = Recurrence(0, max_running, kv.page_tokens, clock)
+        if states := kv.states:
+            self.recurrence = Recurrence(
+                states.num_slots, max_running, kv.page_tokens, clock,
+                num_live=states.num_live, copy=states.copy,
+            )  # fmt: skip
         self.restoring = self._restoring(None)
         self.pages_evicted = 0  # of the prefix cache, for lack of room
         self._clock = clock

@@ -36,6 +36,7 @@ from ftd.cuda.kv import CudaKvCache
 from ftd.cuda.memory import DeviceMemory, held_bytes
 from ftd.cuda.pinned import register
 from ftd.cuda.residency import CudaExperts
+from ftd.cuda.states import CudaStates
 from ftd.cuda.support import refuse_unsupported
 from ftd.engine.api import EngineLimits
 from ftd.engine.benches import on_cpu, on_gpu
@@ -367,6 +368,10 @@ def _on_gpu(
         max(plan.num_pages, most_pages),
     )
     undo.callback(kv.close)
+    if plan.num_states:
+        live = plan.vram.num_states
+        kv.states = CudaStates(spec, live, plan.num_states - live, dtype, memory)
+        undo.callback(kv.states.close)
     cpu = _cpu_experts(config, prepared, pool, dtype, undo) if registration.pinned else None
     experts = CudaExperts(
         spec,

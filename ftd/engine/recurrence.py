@@ -7,6 +7,10 @@ where messages begin, where it parts from an earlier prompt, at regular distance
 whole page, which others find while the sequence still writes the next. What a sequence leaves is
 kept, too.
 
+On a GPU running sequences have slots of their own, in its memory, and what is kept lies in host
+memory: a sequence reads the state it resumes from over the link, borders are written there on the
+way, and what it stands at is copied to be kept.
+
 A model without recurrent layers has no slots, and nothing here does anything.
 """
 
@@ -37,6 +41,8 @@ class StateMoves:
 class Recurrence:
     """Args:
     max_running: sequences at the same time; slots beyond what they need hold kept states.
+    num_live: slots, the first ones, that running sequences have for themselves; 0: all are alike.
+    copy: a state from one of those to a slot where it is kept.
     """
 
     def __init__(
@@ -45,9 +51,14 @@ class Recurrence:
         max_running: int,
         page_tokens: int,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        num_live: int = 0,
+        copy: Callable[[int, int], None] = lambda source, target: None,
     ) -> None:
         self.page_tokens = page_tokens
-        self.pool = StatePool(num_slots)
+        assert num_live in (0, LIVE_STATES * max_running), (num_live, max_running)
+        self.pool = StatePool(num_slots, num_live)
+        self._copy = copy
         self.store = StateStore(self.pool, clock)
         self.max_kept = num_slots - LIVE_STATES * max_running if num_slots else 0
         assert self.max_kept >= 0, (num_slots, max_running)
@@ -98,6 +109,23 @@ class Recurrence:
             self._slots.get(sequence.key), (*targets, (end, last)), (*kept, wanted.get(end, 0.0))
         )
 
+    def step_ahead(self, moves: StateMoves | None) -> StateMoves | None:
+        """Slots of the token after ``moves``, launched before their step has been committed.
+
+        In order of steps it writes when they have read: into their source, if nobody else has it.
+        """
+        if moves is None:
+            return None
+        (end, source), before = moves.targets[-1], moves.source
+        target: int | None
+        if before is not None and before < self.pool.num_live and self.pool.users(before) == 1:
+            self.pool.retain(before)
+            target = before
+        else:
+            target = self.pool.allocate()
+        assert target is not None, (self.pool.num_slots, len(self.store), self._writing)
+        return StateMoves(source, ((end + 1, target),), (0.0,))
+
     def commit(self, sequence: Sequence, moves: StateMoves | None) -> None:
         """The step has ended: the sequence goes on from its last state, borders are kept."""
         if moves is None:
@@ -110,8 +138,8 @@ class Recurrence:
         if moves.source is not None:
             self.pool.release(moves.source)
         self._slots[sequence.key] = last
-        if moves.kept[-1] and self._has_room():
-            self.store.keep(sequence.ids[:end], last, moves.kept[-1])
+        if moves.kept[-1]:
+            self._keep(sequence.ids[:end], last, moves.kept[-1])
 
     def abandon(self, moves: StateMoves | None) -> None:
         """The step came to nothing."""
@@ -127,19 +155,29 @@ class Recurrence:
         slot = self._slots.pop(sequence.key, None)
         if slot is None:
             return
-        if keep and self._has_room():
-            self.store.keep(sequence.ids[: sequence.computed], slot, chance(AnchorKind.TURN))
+        if keep:
+            self._keep(sequence.ids[: sequence.computed], slot, chance(AnchorKind.TURN))
         self.pool.release(slot)
 
     def clear(self) -> None:
         """Forget what is kept."""
         self.store.clear()
 
-    def _border_slot(self) -> int | None:
+    def _keep(self, ids: array[int], slot: int, chance_of: float) -> None:
+        """Keep a sequence's own state while there is room."""
         if not self._has_room():
-            return None
-        self._writing += 1
-        return self.pool.allocate()
+            return
+        if slot >= self.pool.num_live or self.store.find(ids, len(ids)) == len(ids):
+            self.store.keep(ids, slot, chance_of)
+        elif (kept := self.pool.allocate_kept()) is not None:
+            self._copy(slot, kept)
+            self.store.keep(ids, kept, chance_of)
+            self.pool.release(kept)
+
+    def _border_slot(self) -> int | None:
+        slot = self.pool.allocate_kept() if self._has_room() else None
+        self._writing += slot is not None
+        return slot
 
     def _has_room(self) -> bool:
         """Whether one more state can be kept; makes room if need be."""

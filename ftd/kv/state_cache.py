@@ -25,10 +25,12 @@ class StateCache:
     A slot holds zeros until it is first written, and anything after that.
     """
 
+    num_live = 0  # slots, the first ones, for running sequences alone; 0: all are alike
+
     def __init__(self, spec: ModelSpec, num_slots: int, dtype: torch.dtype) -> None:
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes(spec, dtype.itemsize)
-        self._memory = _map(num_slots * self.slot_bytes)
+        self._memory = map_memory(num_slots * self.slot_bytes)
         slots = torch.frombuffer(self._memory, dtype=torch.uint8).view(num_slots, self.slot_bytes)
         address = slots.data_ptr() + self.slot_bytes * torch.arange(num_slots)
         self.layers = layer_states(spec, dtype.itemsize, address)
@@ -37,6 +39,9 @@ class StateCache:
     def slot(self, slot: int) -> torch.Tensor:
         """All of one state, [slot_bytes] uint8: a view."""
         return self._slots[slot]
+
+    def copy(self, source: int, target: int) -> None:
+        self.slot(target).copy_(self.slot(source))
 
     def close(self) -> None:
         """Give the memory back. Views that outlive this read zeros."""
@@ -73,7 +78,9 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
-def _map(num_bytes: int) -> mmap.mmap:
+def map_memory(num_bytes: int) -> mmap.mmap:
+    """Host memory that is taken as it is touched. Raises BudgetExceeded."""
+    num_bytes = max(num_bytes, mmap.PAGESIZE)  # none is no mapping
     try:  # private: only then can madvise take pages back
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:

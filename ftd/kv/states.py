@@ -22,29 +22,43 @@ _BLOCK_TOKENS = 2048  # compared at once: copies stay in the fastest cache
 
 
 class StatePool:
-    """Slots and how many users each has: accounting only. ``free + held == num_slots``, always."""
+    """Slots and how many users each has: accounting only. ``free + held == num_slots``, always.
 
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
-        self._free = list(range(num_slots - 1, -1, -1))  # a stack, as in PagePool
+    Args:
+        num_live: the first so many are for what running sequences write, the others for what is
+            kept to resume from; 0: every slot is good for both.
+    """
+
+    def __init__(self, num_slots: int, num_live: int = 0) -> None:
+        assert num_live <= num_slots, (num_live, num_slots)
+        self.num_slots, self.num_live = num_slots, num_live
+        self._free_kept = list(range(num_slots - 1, num_live - 1, -1))  # a stack, as in PagePool
+        self._free = list(range(num_live - 1, -1, -1)) if num_live else self._free_kept
         self._users = [0] * num_slots
 
     @property
     def free(self) -> int:
-        return len(self._free)
+        return len(self._free) + (len(self._free_kept) if self.num_live else 0)
 
     @property
     def held(self) -> int:
-        return self.num_slots - len(self._free)
+        return self.num_slots - self.free
 
     def users(self, slot: int) -> int:
         return self._users[slot]
 
     def allocate(self) -> int | None:
-        """A slot with the caller as its only user, or None if none is free."""
-        if not self._free:
+        """A slot for a running sequence, the caller its only user, or None if none is free."""
+        return self._take(self._free)
+
+    def allocate_kept(self) -> int | None:
+        """A slot for a state to keep, the caller its only user, or None if none is free."""
+        return self._take(self._free_kept)
+
+    def _take(self, free: list[int]) -> int | None:
+        if not free:
             return None
-        slot = self._free.pop()
+        slot = free.pop()
         self._users[slot] = 1
         return slot
 
@@ -58,7 +72,7 @@ class StatePool:
         assert self._users[slot] > 0, f"slot {slot} has no user"
         self._users[slot] -= 1
         if self._users[slot] == 0:
-            self._free.append(slot)
+            (self._free if slot < self.num_live else self._free_kept).append(slot)
 
 
 class KeptState:

@@ -72,6 +72,7 @@ class MemoryPlan:
             return [
                 ("host pool", self.pool_bytes, f"{format_count(self.num_experts)} experts"),
                 *self._host_kv_rows(),
+                *self._kept_rows(self.vram.num_states, self.vram.states_bytes),
                 ("headroom", self.headroom_bytes, "interpreter, libraries, requests"),
             ]
         slots = f"{format_count(self.num_slots)} of {format_count(self.num_experts)} experts"
@@ -132,6 +133,12 @@ class MemoryPlan:
         each = format_bytes(self.states_bytes // self.num_states)
         note = f"{format_count(self.num_states)} of {each}: of sequences, and to resume from"
         return [("states", self.states_bytes, note)]
+
+    def _kept_rows(self, live: int, live_bytes: int) -> list[tuple[str, int, str]]:
+        """Of states that are not on the GPU."""
+        kept = self.num_states - live
+        note = f"{format_count(kept)} to resume from"
+        return [("states", self.states_bytes - live_bytes, note)] if kept else []
 
     def _kv_note(self) -> str:
         return (
@@ -308,15 +315,18 @@ class _Planner:
     def _plan_gpu(self, gpu: Gpu) -> MemoryPlan:
         """The host keeps the pool; everything else lies on the GPU."""
         needs, config = self.needs, self.config
-        self._refuse_too_little(needs.pool_bytes, needs.pool_bytes + needs.headroom_bytes)
+        on_host = needs.pool_bytes + needs.headroom_bytes
+        self._refuse_too_little(needs.pool_bytes, on_host)
+        kept = self._kept_states(self.machine.available_bytes - on_host)
         mlp = needs.spec.layers[needs.spec.moe_layers[0]].mlp
         assert isinstance(mlp, MoeSpec)
         rows = needs.chunk + config.max_running
         # one result of each route, and the hidden states of its expert, in float32
         routes = rows * mlp.experts_per_token * (needs.spec.hidden + 2 * mlp.inner) * 4
-        unused = vram.CHUNKED_RANGES * vram.CHUNK_BYTES
+        unused = (vram.CHUNKED_RANGES + bool(needs.live_states)) * vram.CHUNK_BYTES
         workspace = needs.workspace_bytes + routes + unused
-        fixed = vram.OVERHEAD_BYTES + needs.dense_bytes + workspace
+        states_bytes = needs.live_states * needs.state_bytes
+        fixed = vram.OVERHEAD_BYTES + needs.dense_bytes + workspace + states_bytes
         budget = vram.budget_bytes(config, gpu)
         context = needs.spec.context if config.context == "auto" else config.context
         found = vram.divide(
@@ -347,7 +357,9 @@ class _Planner:
             slots_bytes=found.num_slots * needs.record_bytes,
             available_bytes=self.machine.available_bytes,
             limited_by=self.machine.limited_by,
-            host_kv_bytes=self._host_kv(kv_bytes),
+            host_kv_bytes=self._host_kv(kv_bytes, on_host + kept * needs.state_bytes),
+            num_states=needs.live_states + kept,
+            states_bytes=(needs.live_states + kept) * needs.state_bytes,
             vram=vram.VramPlan(
                 gpu,
                 budget,
@@ -358,13 +370,19 @@ class _Planner:
                 found.staging_records * needs.record_bytes,
                 kv_bytes,
                 found.num_slots * needs.record_bytes,
+                needs.live_states,
+                states_bytes,
             ),
         )
 
-    def _host_kv(self, kv_bytes: int) -> int:
-        """Bytes of whole pages of the tier below the GPU's KV."""
+    def _host_kv(self, kv_bytes: int, others_bytes: int) -> int:
+        """Bytes of whole pages of the tier below the GPU's KV.
+
+        Args:
+            others_bytes: of host memory, that are for something else.
+        """
         needs, asked = self.needs, self.config.host_kv
-        free = self.machine.available_bytes - needs.pool_bytes - needs.headroom_bytes
+        free = self.machine.available_bytes - others_bytes
         if asked == "auto":
             most = min(int(HOST_KV_SHARE * free), HOST_KV_TIMES * kv_bytes)
             return most // needs.page_bytes * needs.page_bytes

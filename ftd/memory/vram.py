@@ -1,7 +1,8 @@
 """Who gets how much of the GPU's memory: pure, a part of ``ftd.memory.plan``.
 
 ``--vram`` is everything the driver shows for the process: context and libraries, dense weights,
-workspace of a step, staging for prefill, KV, and expert slots with whatever is left.
+workspace of a step, recurrent states of running sequences, staging for prefill, KV, and expert
+slots with whatever is left.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class VramPlan:
     staging_bytes: int
     kv_bytes: int
     slots_bytes: int
+    num_states: int = 0  # recurrent ones, of running sequences
+    states_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -50,10 +53,18 @@ class VramPlan:
             ("CUDA", self.overhead_bytes, "context, kernels, library handles, graphs"),
             ("dense weights", self.dense_bytes, "attention, norms, routers, embedding, head"),
             ("workspace", self.workspace_bytes, "of one step"),
+            *self._state_rows(),
             ("staging", self.staging_bytes, f"{self.staging_records} experts on their way"),
             ("KV pool", self.kv_bytes, kv_note),
             ("expert slots", self.slots_bytes, slots_note),
         ]
+
+    def _state_rows(self) -> list[tuple[str, int, str]]:
+        if not self.num_states:
+            return []
+        each = format_bytes(self.states_bytes // self.num_states)
+        note = f"{format_count(self.num_states)} of {each}: of running sequences"
+        return [("states", self.states_bytes, note)]
 
 
 @dataclass(frozen=True, slots=True)

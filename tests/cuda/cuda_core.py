@@ -19,6 +19,7 @@ from ftd.cuda.host_pages import PinnedPages
 from ftd.cuda.kv import CudaKvCache
 from ftd.cuda.memory import DeviceMemory
 from ftd.cuda.residency import CudaExperts
+from ftd.cuda.states import CudaStates
 from ftd.engine.core import EngineCore
 from ftd.engine.cuda_runner import CudaRunner
 from ftd.engine.loading import prepare
@@ -26,6 +27,7 @@ from ftd.experts.host_pool import HostPool
 from ftd.kernels.cpu import native
 from ftd.kernels.reference import TorchOps
 from ftd.kv.host import HostTier
+from ftd.kv.states import LIVE_STATES
 from ftd.schedule.policy import Limits
 
 
@@ -62,6 +64,10 @@ def cuda_core(
         undo.callback(pinned_pages.close)
         kv = CudaKvCache(spec, pages, plan.page_tokens, dtype, memory, max_pages)
         undo.callback(kv.close)
+        if plan.num_states:
+            live = LIVE_STATES * config.max_running
+            kv.states = CudaStates(spec, live, plan.num_states - live, dtype, memory)
+            undo.callback(kv.states.close)
         cpu = None
         if fetch_of is not None:  # misses beyond it are the CPU's
             cpu_ops = native.load(threads=2)

@@ -77,9 +77,12 @@ def test_what_is_read_over_the_link_is_stored_on_the_way():
 
 @needs_cpu_kernels
 def test_a_stuck_cpu_fails_the_engine_and_nothing_hangs():
-    with cuda_core(
-        MODEL, slots=0, fetch_of=[0], max_running=3, deadline_s=0.2, fault="stuck:7"
-    ) as core, pytest.raises(EngineFailed, match="computed no experts for"):
+    with (
+        cuda_core(
+            MODEL, slots=0, fetch_of=[0], max_running=3, deadline_s=0.2, fault="stuck:7"
+        ) as core,
+        pytest.raises(EngineFailed, match="computed no experts for"),
+    ):
         answer_all(core, [request(f"r{i}", prompt(i, 12), 10) for i in range(3)])
 
 

@@ -19,15 +19,23 @@ PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=8)
 class RecurrenceMachine(RuleBasedStateMachine):
     """What the core does with it: start, step, commit or give up, preempt, end, forget."""
 
-    @initialize(kept=st.integers(0, 5))
-    def begin(self, kept):
+    @initialize(kept=st.integers(0, 5), apart=st.booleans())
+    def begin(self, kept, apart):
         self.now = 0
         self.num_slots = LIVE_STATES * MAX_RUNNING + kept
-        self.recurrence = Recurrence(self.num_slots, MAX_RUNNING, 2, lambda: self.now)
+        self.num_live = LIVE_STATES * MAX_RUNNING if apart else 0
+        self.recurrence = Recurrence(
+            self.num_slots, MAX_RUNNING, 2, lambda: self.now,
+            num_live=self.num_live, copy=self.copy,
+        )  # fmt: skip
         self.running = []
         self.moves = []  # of the step under way: (sequence, tokens, moves)
         self.states = {}  # slot -> the tokens that its state sums up, as written
         self.arrivals = 0
+
+    def copy(self, source, target):
+        assert source < self.num_live <= target
+        self.states[target] = self.states[source]
 
     @precondition(lambda self: len(self.running) < MAX_RUNNING and not self.moves)
     @rule(prompt=PROMPTS, known=st.integers(0, 8), anchors=st.sets(st.integers(1, 8)))
@@ -58,6 +66,9 @@ class RecurrenceMachine(RuleBasedStateMachine):
             assert moves.source is None or self.states[moves.source] == before
             ends = [end for end, _ in moves.targets]
             assert ends == sorted(ends) and ends[-1] == sequence.computed + tokens
+            if self.num_live:
+                *borders, last = (slot < self.num_live for _, slot in moves.targets)
+                assert last and not any(borders)
         targets = [slot for _, _, m in self.moves for _, slot in m.targets]
         assert len(targets) == len(set(targets))
         assert not set(targets) & self.in_use()
@@ -72,6 +83,33 @@ class RecurrenceMachine(RuleBasedStateMachine):
             sequence.computed += tokens
             self.recurrence.commit(sequence, moves)
         self.moves = []
+
+    @precondition(lambda self: self.num_live and self.moves)
+    @precondition(lambda self: all(s.pending == tokens for s, tokens, _ in self.moves))
+    @rule(data=st.data())
+    def commit_with_a_step_ahead(self, data):
+        """Both are launched, then the first ends, perhaps some sequences, and then the second."""
+        ahead = [self.recurrence.step_ahead(moves) for _, _, moves in self.moves]
+        targets = [target for moves in ahead for _, target in moves.targets]
+        assert len(targets) == len(set(targets)) == len(ahead)
+        assert not set(targets) & {moves.source for moves in ahead}
+        for (sequence, _, _), moves in zip(self.moves, ahead):
+            token = data.draw(st.integers(0, 1))
+            assert self.states[moves.source] == tuple(sequence.ids)
+            sequence.ids.append(token)
+            self.states[moves.targets[0][1]] = tuple(sequence.ids)
+        first, self.moves = self.moves, []
+        for sequence, tokens, moves in first:
+            sequence.computed += tokens
+            self.recurrence.commit(sequence, moves)
+        for (sequence, _, _), moves in zip(first, ahead):
+            if data.draw(st.booleans()):
+                self.running.remove(sequence)
+                self.recurrence.leave(sequence)
+                self.recurrence.abandon(moves)
+            else:
+                sequence.computed += 1
+                self.recurrence.commit(sequence, moves)
 
     @precondition(lambda self: self.moves)
     @rule()
@@ -110,6 +148,7 @@ class RecurrenceMachine(RuleBasedStateMachine):
         assert pool.held == len(self.in_use() | writing)
         assert len(store) <= self.recurrence.max_kept
         for kept in store:
+            assert kept.slot >= self.num_live
             assert self.states[kept.slot] == tuple(kept.ids())
         for sequence in self.running:
             slot = self.recurrence._slots.get(sequence.key)

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from ftd.config import Config
-from ftd.errors import BudgetExceeded, UnsupportedModel
+from ftd.errors import BudgetExceeded
 from ftd.kernels.formats import FORMATS, expert_layout
 from ftd.kv.state_cache import StateCache, slot_bytes
-from ftd.memory.machine import Machine
+from ftd.memory.machine import Gpu, Machine
 from ftd.memory.plan import KEPT_STATES, MemoryPlan, plan_memory
 from ftd.model.qwen3_5_moe import Qwen3_5Moe
-from ftd.units import GiB
+from ftd.units import Amount, GiB
 
 TINY = Path(__file__).parents[1] / "data" / "oracles" / "qwen3_5_moe" / "config.json"
 # as published; card 5.3 of the project's notes on models
@@ -46,11 +46,13 @@ def spec():
     return Qwen3_5Moe().spec(config | {"text_config": config["text_config"] | QWEN_35B})
 
 
-def plan(available: int, num_states: int | None = None, **settings) -> MemoryPlan:
+def plan(available: int, num_states: int | None = None, gpu=None, **settings) -> MemoryPlan:
     layout = expert_layout(FORMATS["bf16"], 2048, 512)
     machine = Machine(16, available, available, "the machine", (0,), "madvise")
+    if "vram" in settings:
+        settings["vram"] = Amount(bytes=settings["vram"])
     config = Config(**settings)
-    return plan_memory(spec(), layout, DENSE, config, machine, num_states=num_states)
+    return plan_memory(spec(), layout, DENSE, config, machine, gpu, num_states=num_states)
 
 
 def test_keys_and_values_are_of_the_layers_that_attend():
@@ -101,9 +103,15 @@ def test_the_cache_takes_what_was_planned():
     cache.close()
 
 
-def test_the_gpu_refuses_recurrent_layers():
-    from ftd.cuda.support import refuse_unsupported
-
-    with pytest.raises(UnsupportedModel, match="recurrent state") as refused:
-        refuse_unsupported(spec(), expert_layout(FORMATS["bf16"], 2048, 512), [])
-    assert "--device cpu" in refused.value.hint
+def test_a_gpu_has_the_states_of_running_sequences_and_the_host_those_to_resume_from():
+    gpu = Gpu(0, "a GPU", "GPU-1", (8, 9), total_bytes=24 * GiB, free_bytes=23 * GiB)
+    p = plan(256 * GiB, gpu=gpu, vram=20 * GiB, max_running=3)
+    assert (p.vram.num_states, p.vram.states_bytes) == (6, 6 * STATE)
+    assert p.num_states == 6 + 3 * KEPT_STATES
+    assert ("states", 6 * STATE) in [row[:2] for row in p.device_rows()]
+    assert p.vram.total_bytes <= p.vram.budget_bytes
+    on_host = p.table().split("host memory")[1]
+    assert "48 to resume from" in on_host and f"{3 * KEPT_STATES * STATE:,} B" in on_host
+    assert plan(256 * GiB, p.num_states, gpu=gpu, vram=20 * GiB, max_running=3) == p
+    without = plan(256 * GiB, gpu=gpu, vram=20 * GiB, max_running=1)
+    assert without.num_slots > p.num_slots

@@ -1,0 +1,83 @@
+"""Recurrent states on a GPU: those of running sequences in its memory, kept ones beside experts.
+
+A kept state is read once, when somebody resumes from it, and that takes a millisecond over the
+link; in GPU memory its place is better used by experts. So kept slots are registered host memory,
+which kernels read and write by address as they do their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import structlog
+import torch
+
+from ftd.kv.state_cache import StateCache, layer_states, map_memory, slot_bytes
+from ftd.model.spec import ModelSpec
+
+from .driver import register_host, unregister_host
+from .memory import DeviceMemory
+
+log = structlog.get_logger(__name__)
+
+
+class CudaStates(StateCache):
+    """``StateCache`` whose first ``num_live`` slots are on the device, and the others on the host.
+
+    Where the system refuses to register host memory, there are no others: nothing is kept.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        num_live: int,
+        num_kept: int,
+        dtype: torch.dtype,
+        memory: DeviceMemory,
+        *,
+        register: Callable[[int, int], str | None] = register_host,
+    ) -> None:
+        self.slot_bytes = size = slot_bytes(spec, dtype.itemsize)
+        self.num_live = num_live
+        self._room = memory.reserve(num_live * size, num_live * size)
+        self._live = self._room.span()[: num_live * size].view(num_live, size)
+        self._memory = map_memory(num_kept * size)
+        kept = torch.frombuffer(self._memory, dtype=torch.uint8)[: num_kept * size]
+        self._registered = 0
+        if memory.device.type == "cuda" and num_kept:
+            reason = register(kept.data_ptr(), len(kept))
+            self._registered = 0 if reason else kept.data_ptr()
+            if reason:
+                log.warning(
+                    "states.not_pinned",
+                    reason=reason,
+                    cost="no recurrent state is kept: every prompt is computed from its beginning",
+                    hint="raise the limit on locked memory (ulimit -l, LimitMEMLOCK)",
+                )
+                num_kept, kept = 0, kept[:0]
+        self.num_slots = num_live + num_kept
+        self._slots = kept.view(num_kept, size)
+        address = torch.cat(
+            [
+                self._room.address + size * torch.arange(num_live),
+                kept.data_ptr() + size * torch.arange(num_kept),
+            ]
+        )
+        self.layers = layer_states(spec, dtype.itemsize, address.to(memory.device))
+
+    def slot(self, slot: int) -> torch.Tensor:
+        live = slot < self.num_live
+        return self._live[slot] if live else self._slots[slot - self.num_live]
+
+    def copy(self, source: int, target: int) -> None:
+        """In the order of the stream that steps run on, which alone read and write states."""
+        self.slot(target).copy_(self.slot(source), non_blocking=True)
+
+    def close(self) -> None:
+        """Nothing may run any more."""
+        if self._registered:
+            unregister_host(self._registered)
+            self._registered = 0
+        self._live = self._live[:0]
+        self._room.close()
+        super().close()
