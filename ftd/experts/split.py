@@ -6,6 +6,7 @@ has a fixed cost, and while both run each keeps only part of its own rate: they 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 NO_MISS_S = 1e-9  # a miss that costs less costs nothing: no fill earns what it takes
@@ -78,6 +79,35 @@ def fetch_table(rates: Rates, max_misses: int) -> tuple[int, ...]:
         min(range(misses, -1, -1), key=lambda fetched, m=misses: layer_s(m, fetched))  # type: ignore[misc]
         for misses in range(max_misses + 1)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRates:
+    """What missed experts of a prompt's layer cost, each by itself."""
+
+    link_s: float  # to bring one over the link
+    cpu_s: float  # to read one on the CPU, however few its tokens
+    cpu_row_s: float  # to compute one token of one expert there
+    fixed_s: float = 0.0  # of the CPU's part: activations go there and products come back
+
+
+def prompt_share(rates: PromptRates, tokens: Sequence[int]) -> int:
+    """How many of a layer's missed experts the CPU takes while the link brings the others.
+
+    Args:
+        tokens: of each missed expert, rising: those with few are cheap for the CPU, and to the link
+            all are alike.
+    """
+    best, best_s = 0, len(tokens) * rates.link_s
+    cpu_s = rates.fixed_s
+    for taken, rows in enumerate(tokens, 1):
+        cpu_s += max(rates.cpu_s, rows * rates.cpu_row_s)
+        layer_s = max(cpu_s, (len(tokens) - taken) * rates.link_s)
+        if layer_s < best_s:
+            best, best_s = taken, layer_s
+        elif cpu_s >= best_s:
+            break
+    return best
 
 
 def background_allowance(

@@ -353,21 +353,46 @@ class NativeOps(ComposedOps):
         layout: ExpertLayout,
         activation: Activation = SILU,
     ) -> torch.Tensor:
+        assert weights.dtype == torch.float32 and weights.is_contiguous(), weights.dtype
+        assert weights.shape == ids.shape, (weights.shape, ids.shape)
+        y = torch.empty(x.shape, dtype=torch.float32)
+        self._moe(x, ids, weights.data_ptr(), address, layout, activation, y)
+        return y
+
+    def route_products(
+        self,
+        x: torch.Tensor,  # [T, H] act
+        ids: torch.Tensor,  # [T, K] int32, -1: not in use
+        address: torch.Tensor,  # [E] int64
+        layout: ExpertLayout,
+        activation: Activation,
+        y: torch.Tensor,  # [T * K, H] float32, written where a route is in use
+    ) -> None:
+        """``moe`` before the sum: what each route adds, without its weight."""
+        assert y.shape == (ids.numel(), x.shape[1]) and y.dtype == torch.float32, y.shape
+        assert y.is_contiguous(), y.stride()
+        self._moe(x, ids, None, address, layout, activation, y)
+
+    def _moe(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: int | None,
+        address: torch.Tensor,
+        layout: ExpertLayout,
+        activation: Activation,
+        y: torch.Tensor,
+    ) -> None:
         (T, H), (rows, K) = x.shape, ids.shape
-        assert layout.hidden == H and rows == T and weights.shape == ids.shape, (x.shape, ids.shape)
-        assert (ids.dtype, weights.dtype, address.dtype) == (
-            torch.int32,
-            torch.float32,
-            torch.int64,
-        )
-        assert all(t.is_contiguous() for t in (x, ids, weights, address))
-        y = torch.empty(T, H, dtype=torch.float32)
+        assert layout.hidden == H and rows == T, (x.shape, ids.shape)
+        assert (ids.dtype, address.dtype) == (torch.int32, torch.int64), (ids.dtype, address.dtype)
+        assert all(t.is_contiguous() for t in (x, ids, address)), (x.stride(), ids.stride())
         fault = self._c.ftd_moe(
             self._ops,
             x.data_ptr(),
             _CODE[x.dtype],
             ids.data_ptr(),
-            weights.data_ptr(),
+            weights,
             address.data_ptr(),
             byref(self._tell(layout, _Layout.of)),
             byref(self._tell(activation, _Activation.of)),
@@ -377,7 +402,6 @@ class NativeOps(ComposedOps):
             address.numel(),
         )
         assert fault == 0, (fault, x.shape, ids)
-        return y
 
     def _tell(self, thing: T, describe: Callable[[T], Structure]) -> Structure:
         known = self._told.get(id(thing))

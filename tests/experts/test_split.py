@@ -5,11 +5,19 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftd.experts.split import Rates, background_allowance, fetch_table, finish_s
+from ftd.experts.split import (
+    PromptRates,
+    Rates,
+    background_allowance,
+    fetch_table,
+    finish_s,
+    prompt_share,
+)
 
 rates = st.builds(
     Rates,
@@ -109,3 +117,32 @@ def test_background_fills_are_free_beside_idle_paths_and_none_without_a_link():
     assert background_allowance(H200, 1e-3, 0, 0, 1e-4).cost_misses == 0
     no_link = Rates(0.0, 0.0, 1000.0, 0.0)
     assert background_allowance(no_link, 1e-3, 0, 1e-3, 1e-4).fills == 0
+
+
+class TestPromptShare:
+    rates = PromptRates(link_s=2.0, cpu_s=1.0, cpu_row_s=0.1, fixed_s=0.5)
+
+    def test_both_end_together_when_all_experts_have_few_tokens(self):
+        assert prompt_share(self.rates, [1] * 30) == 20  # 20.5 s here, 20 s on the link
+
+    def test_experts_with_many_tokens_stay_with_the_link(self):
+        assert prompt_share(self.rates, [1, 1, 1, 500, 500]) == 3
+        assert prompt_share(self.rates, [500, 500]) == 0
+
+    def test_nothing_is_gained_by_a_fixed_cost_above_the_whole(self):
+        assert prompt_share(PromptRates(2.0, 1.0, 0.1, fixed_s=9.0), [1, 1, 1]) == 0
+        assert prompt_share(self.rates, []) == 0
+
+    def test_no_other_share_is_faster(self):
+        random = np.random.default_rng(1)
+        for _ in range(200):
+            tokens = sorted(random.integers(1, 60, random.integers(1, 30)).tolist())
+            rates = PromptRates(*random.random(4).tolist())
+
+            def layer_s(taken, tokens=tokens, rates=rates):
+                own = [max(rates.cpu_s, n * rates.cpu_row_s) for n in tokens[:taken]]
+                cpu_s = sum(own) + rates.fixed_s if taken else 0.0
+                return max(cpu_s, (len(tokens) - taken) * rates.link_s)
+
+            best = min(layer_s(n) for n in range(len(tokens) + 1))
+            assert layer_s(prompt_share(rates, tokens)) == pytest.approx(best)

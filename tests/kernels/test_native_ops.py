@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ftd.errors import ConfigError
+from ftd.kernels.activation import SILU
 from ftd.kernels.cpu import native
 from ftd.kernels.cpu.native import Library, NativeOps
 from ftd.kernels.formats import FORMATS, expert_layout
@@ -231,6 +232,22 @@ def test_moe_adds_the_same_expert_twice_when_told_to(ops):
     torch.testing.assert_close(
         ops.moe(x, ids, weights, address, layout), want, rtol=2e-5, atol=2e-5
     )
+
+
+def test_products_of_routes_are_the_parts_of_the_sum(ops):
+    _, address, layout = experts(torch.bfloat16, 128, 48, 6)
+    for tokens in (1, 5, 40):
+        x = torch.randn(tokens, 128)
+        ids, weights = routes(tokens, 3, 6)
+        y = torch.full((tokens * 3, 128), 7.0)
+        ops.route_products(x, ids, address, layout, SILU, y)
+        used = ids.flatten() >= 0
+        assert (y[~used] == 7.0).all()
+        y[~used] = 0.0
+        total = (y.view(tokens, 3, 128) * weights[..., None]).sum(1)
+        torch.testing.assert_close(
+            total, ops.moe(x, ids, weights, address, layout), rtol=1e-5, atol=1e-5
+        )
 
 
 def test_moe_refuses_an_expert_that_does_not_exist(ops):
