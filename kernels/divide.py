@@ -76,7 +76,7 @@ def new_shared(
 def divide(
     shared: Shared,
     row: int,  # of the layer
-    ids: torch.Tensor,  # [T, K] int32, the router's choice
+    ids: torch.Tensor,  # [T, K] int32, the router's choice; -1: none
     active: torch.Tensor,  # [T] bool
     x: torch.Tensor,  # [T, H] act
     log: torch.Tensor,  # [T, K] int32, written: the choice, -1 in rows not in use

@@ -1,15 +1,17 @@
 """Measures link, slots and CPU with the kernels of a decode step, on the device that serves.
 
 Layers run in captured graphs, as in a step, so that launches cost what they cost there; which
-experts they read is drawn anew for each run. On the CPU device a captured graph is a call.
+experts they use is drawn anew for each run. Layers that use none run in turns with them, and their
+time is taken off. On the CPU device a captured graph is a call.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,22 +19,21 @@ import torch
 from ftd.experts.cpu_bench import CpuBench, repeat
 from ftd.experts.measure import routes
 from ftd.experts.profile import Key
-from ftd.kernels.activation import Activation
 from ftd.kernels.formats import ExpertLayout
-from ftd.kernels.ops import Ops
 from ftd.units import MiB
 
 from .division import Division
 
 MOST_LAYERS = 16  # of a captured run
 RUN_BYTES = 512 * MiB  # that a run reads at most, where experts are large
-LEAST_HANDSHAKE_S = 1e-6  # what noise leaves of it
+LEAST_S = 1e-7  # what noise leaves of a time after another was taken off
 
 
 class CudaBench:
     """``ftd.experts.measure.Bench``; may be used at a safe point, with no step in flight.
 
     Args:
+        division: whose layers are run.
         cpu: None: the CPU computes no experts.
         host: [L, E] int64, records in host memory.
         pinned: kernels can read them.
@@ -44,9 +45,8 @@ class CudaBench:
     def __init__(
         self,
         key: Key,
-        ops: Ops,
+        division: Division,
         layout: ExpertLayout,
-        activation: Activation,
         host: torch.Tensor,
         device: torch.device,
         act: torch.dtype,
@@ -54,7 +54,6 @@ class CudaBench:
         *,
         pinned: bool,
         cpu: CpuBench | None = None,
-        division: Division | None = None,
         resident: Callable[[], np.ndarray] = lambda: np.empty(0, np.int64),
         step: Callable[[int], bool] = lambda rows: False,
         layers: int = 1,
@@ -62,36 +61,39 @@ class CudaBench:
         self.key, self.expert_bytes = key, layout.payload_bytes
         self.experts_per_token = experts_per_token
         self.has_link, self.has_cpu = pinned, cpu is not None
-        self._ops, self._layout, self._activation = ops, layout, activation
+        self._division, self._layout = division, layout
         self._host, self._device, self._act = host, device, act
-        self._cpu, self._division, self._resident = cpu, division, resident
+        self._cpu, self._resident = cpu, resident
         self._step, self._layers = step, layers
         self._random = np.random.default_rng(0)
         self._runs: dict[int, _Run] = {}
-        self._asking: _Asking | None = None
 
     @property
     def has_hits(self) -> bool:
         return len(self._resident()) >= self.experts_per_token
 
     def link_s(self, rows: int, experts: int, seconds: float) -> float:
-        return self._read(self._host.flatten(), rows, experts, seconds)
+        return self._on_gpu(self._host, rows, experts, seconds)
 
     def hits_s(self, rows: int, experts: int, seconds: float) -> float:
-        return self._read(torch.from_numpy(self._resident()), rows, experts, seconds)
+        slots = self._random.permutation(self._resident())
+        table = torch.from_numpy(np.resize(slots, tuple(self._host.shape)))
+        return self._on_gpu(table, rows, experts, seconds)
 
-    def _read(self, address: torch.Tensor, rows: int, experts: int, seconds: float) -> float:
+    def _on_gpu(self, table: torch.Tensor, rows: int, experts: int, seconds: float) -> float:
         run, watch = self._run(rows), Stopwatch(self._device)
-        found: list[float] = []
+        run.use(table, over_link=True)
+        found: dict[int, list[float]] = {experts: [], 0: []}
 
         def once() -> None:
-            self._draw(run, address, experts)
-            with watch:
-                run.launch()
-            found.append(watch.seconds() / run.layers)
+            for count, times in found.items():
+                run.draw(self._random, count)
+                with watch:
+                    run.launch()
+                times.append(watch.seconds() / run.layers)
 
         repeat(once, seconds)
-        return median(found)
+        return max(LEAST_S, median(found[experts]) - median(found[0]))
 
     def cpu_s(self, rows: int, experts: int, seconds: float) -> float:
         assert self._cpu is not None
@@ -99,12 +101,13 @@ class CudaBench:
 
     def both_s(self, rows: int, experts: int, seconds: float) -> tuple[float, float]:
         assert self._cpu is not None
-        run, watch = self._run(rows), Stopwatch(self._device)
+        run, watch, cpu = self._run(rows), Stopwatch(self._device), self._cpu
+        run.use(self._host, over_link=True)
         on_cpu: list[float] = []
         on_link: list[float] = []
 
         def once() -> None:
-            self._draw(run, self._host.flatten(), experts)
+            run.draw(self._random, experts)
             with watch:
                 run.launch()
             began = len(on_cpu)
@@ -114,34 +117,31 @@ class CudaBench:
                 on_cpu.pop()  # the link may have been done before it was
             on_link.append(watch.seconds() / run.layers)
 
-        cpu = self._cpu
         repeat(once, seconds)
         return median(on_link), median(on_cpu)
 
     def handshake_s(self, seconds: float) -> float | None:
-        division = self._division
-        if division is None or division.cpu is None or self._cpu is None:
+        service = self._division.cpu
+        if service is None or self._cpu is None:
             return None
-        if self._asking is None:
-            self._asking = _Asking(division, self._host, self._random, self._shape(1), self._act)
-        asking, watch = self._asking, Stopwatch(self._device)
-        compute, service = self._cpu.compute, division.cpu
+        run, watch, cpu = self._run(1), Stopwatch(self._device), self._cpu
+        run.use(self._host, over_link=False)
         asked: list[float] = []
         silent: list[float] = []
         alone: list[float] = []
 
         def once() -> None:
-            for asks, found in ((True, asked), (False, silent)):
-                ids = asking.draw(asks)
+            for count, times in ((1, asked), (0, silent)):
+                run.draw(self._random, count)
                 service.step_begins()
                 with watch:
-                    asking.launch()
-                found.append(watch.seconds() / asking.layers)
+                    run.launch()
+                times.append(watch.seconds() / run.layers)
                 service.step_ended()
-            alone.extend(map(compute, ids))
+            alone.append(cpu.once(1, 1))
 
         repeat(once, seconds)
-        return max(LEAST_HANDSHAKE_S, median(asked) - median(silent) - median(alone))
+        return max(LEAST_S, median(asked) - median(silent) - median(alone))
 
     def read_bytes_per_s(self, seconds: float) -> float:
         return self._cpu.read_bytes_per_s(seconds) if self._cpu else 0.0
@@ -163,32 +163,19 @@ class CudaBench:
     def close(self) -> None:
         """Let the graphs go; nothing of them runs any more."""
         self._runs.clear()
-        self._asking = None
 
     def _run(self, rows: int) -> _Run:
         run = self._runs.get(rows)
         if run is None:
-            run = self._runs[rows] = _Run(self._shape(rows), self._host.numel(), self._act)
-            run.prepare(self._moe)
+            read = self.experts_per_token * self.expert_bytes
+            layers = max(1, min(MOST_LAYERS, RUN_BYTES // read))
+            which = self._random.integers(self._host.shape[0], size=layers).tolist()
+            x = torch.full((rows, self._layout.hidden), 0.5, dtype=self._act, device=self._device)
+            run = _Run(self._division, which, x, self.experts_per_token)
+            pool = next((other.memory for other in self._runs.values()), None)
+            run.capture(pool)
+            self._runs[rows] = run
         return run
-
-    def _shape(self, rows: int) -> _Shape:
-        read = self.experts_per_token * self.expert_bytes
-        layers = max(1, min(MOST_LAYERS, RUN_BYTES // read))
-        return _Shape(layers, rows, self.experts_per_token, self._layout.hidden, self._device)
-
-    def _moe(self, run: _Run, layer: int) -> None:
-        self._ops.moe(
-            run.x, run.ids[layer], run.weights, run.address, self._layout, self._activation
-        )
-
-    def _draw(self, run: _Run, address: torch.Tensor, experts: int) -> None:
-        drawn = [
-            routes(self._random, run.rows, experts, self.experts_per_token, len(address))
-            for _ in range(run.layers)
-        ]
-        run.ids.copy_(torch.from_numpy(np.stack(drawn)))
-        run.address[: len(address)].copy_(address)
 
 
 class Stopwatch:
@@ -223,109 +210,78 @@ class Stopwatch:
         return self._events[0].elapsed_time(self._events[1]) / 1000
 
 
-class _Shape:
-    """Layers of a run, and the tensors that they read."""
+class _Run:
+    """Layers that run one after the other as one graph.
+
+    They share the mailbox and its numbers with the steps that serve, and nothing else.
+
+    Args:
+        which: layers of the model.
+    """
 
     def __init__(
-        self, layers: int, rows: int, routes_per_row: int, hidden: int, device: torch.device
+        self, division: Division, which: Sequence[int], x: torch.Tensor, routes_per_row: int
     ) -> None:
-        self.layers, self.rows, self.device, self.hidden = layers, rows, device, hidden
-        self.ids = torch.full((layers, rows, routes_per_row), -1, dtype=torch.int32, device=device)
-        self.weights = torch.ones(rows, routes_per_row, device=device)
-
-
-class _Captured:
-    """Layers that run one after the other as one graph."""
-
-    def __init__(self, shape: _Shape, act: torch.dtype) -> None:
-        self.layers, self.rows, self.device = shape.layers, shape.rows, shape.device
-        self.ids, self.weights = shape.ids, shape.weights
-        self.x = torch.full((shape.rows, shape.hidden), 0.5, dtype=act, device=shape.device)
+        shared, self._device = division.shared, x.device
+        self.layers, self._which, self._x = len(which), which, x
+        self._shared = replace(
+            shared,
+            address=torch.zeros_like(shared.address),
+            worth=torch.full_like(shared.worth, -1.0),  # nothing is stored
+            fetch_of=torch.zeros_like(shared.fetch_of),
+            lent=torch.zeros_like(shared.lent),
+            fill=torch.zeros_like(shared.fill),
+            report=shared.blank.clone(),
+        )
+        self._aside = division.aside(self._shared)
+        shape = (len(x), routes_per_row)
+        self._ids = torch.full((self.layers, *shape), -1, dtype=torch.int32, device=self._device)
+        self._weights = torch.ones(shape, device=self._device)
+        self._active = torch.ones(len(x), dtype=torch.bool, device=self._device)
+        self._log, self._here = torch.empty_like(self._ids[0]), torch.empty_like(self._ids[0])
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._work: Callable[[], None] = lambda: None
 
-    def capture(self, work: Callable[[], None]) -> None:
-        """``work`` once as it is, which compiles, then captured."""
-        self._work = work
-        if self.device.type != "cuda":
+    @property
+    def memory(self) -> Any:
+        """For further graphs, of which no two run at once."""
+        return None if self._graph is None else self._graph.pool()
+
+    def capture(self, memory: Any) -> None:
+        """Run once as it is, which compiles what no step has, then capture."""
+        if self._device.type != "cuda":
             return
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            work()
-        torch.cuda.synchronize(self.device)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
-            work()
+            self._work()
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
+            self._work()
+        self._graph = graph
 
-    @torch.no_grad()
+    def use(self, table: torch.Tensor, *, over_link: bool) -> None:
+        """Experts are at ``table`` [L, E]; those not in slots are the link's, or the CPU's."""
+        self._shared.address.copy_(table)
+        most = self._shared.fetch_of.shape[-1]
+        self._shared.fetch_of.copy_(torch.arange(most) * over_link)
+
+    def draw(self, random: np.random.Generator, experts: int) -> None:
+        _, rows, each = self._ids.shape
+        of = self._shared.address.shape[1]
+        drawn = [routes(random, rows, experts, each, of) for _ in range(self.layers)]
+        self._ids.copy_(torch.from_numpy(np.stack(drawn)))
+
     def launch(self) -> None:
         if self._graph is not None:
             self._graph.replay()
         else:
             self._work()
 
-
-class _Run(_Captured):
-    """Layers that read experts through one table."""
-
-    def __init__(self, shape: _Shape, entries: int, act: torch.dtype) -> None:
-        super().__init__(shape, act)
-        self.address = torch.zeros(entries, dtype=torch.int64, device=shape.device)
-
-    def prepare(self, moe: Callable[[_Run, int], None]) -> None:
-        def work() -> None:
-            for layer in range(self.layers):
-                moe(self, layer)
-
-        self.capture(work)
-
-
-class _Asking(_Captured):
-    """Layers of one row that ask the CPU for one expert, or for none.
-
-    They share the mailbox and its numbers with the steps that serve, and nothing else.
-    """
-
-    def __init__(
-        self,
-        division: Division,
-        host: torch.Tensor,
-        random: np.random.Generator,
-        shape: _Shape,
-        act: torch.dtype,
-    ) -> None:
-        super().__init__(shape, act)
-        shared, device = division.shared, shape.device
-        self._experts, self._random = host.shape, random
-        self._aside = division.aside(
-            replace(
-                shared,
-                address=host.to(device),
-                worth=torch.full(host.shape, -1.0, device=device),
-                fetch_of=torch.zeros_like(shared.fetch_of),
-                lent=torch.zeros_like(shared.lent),
-                fill=torch.zeros_like(shared.fill),
-                report=shared.blank.clone(),
+    @torch.no_grad()
+    def _work(self) -> None:
+        for layer, row in enumerate(self._which):
+            ids = self._ids[layer]
+            self._aside.forward(
+                row, self._x, ids, self._weights, self._active, self._log, self._here
             )
-        )
-        self._rows = random.integers(host.shape[0], size=shape.layers).tolist()
-        self._active = torch.zeros(1, dtype=torch.bool, device=device)
-        self._log, self._here = torch.empty_like(shape.ids[0]), torch.empty_like(shape.ids[0])
-        self.draw(False)
-
-        def work() -> None:
-            for layer, row in enumerate(self._rows):
-                self._aside.forward(
-                    row, self.x, self.ids[layer], self.weights, self._active, self._log, self._here
-                )
-
-        self.capture(work)
-
-    def draw(self, asks: bool) -> torch.Tensor:
-        """[layers, 1, K] int32 on the CPU: one expert in each layer, in all of its routes."""
-        experts = self._random.integers(self._experts[1], size=(self.layers, 1, 1))
-        ids = torch.from_numpy(experts).int().expand(self.ids.shape).contiguous()
-        self.ids.copy_(ids)
-        self._active.fill_(asks)
-        return ids

@@ -43,7 +43,6 @@ def on_gpu(
     prepared: Prepared,
     pool: HostPool,
     act: torch.dtype,
-    ops: Ops,
     experts: CudaExperts,
     runner: CudaRunner,
 ) -> Profiling:
@@ -52,16 +51,14 @@ def on_gpu(
     moe, cpu = _moe(spec), experts.division.cpu
     bench = CudaBench(
         _key(prepared, cpu.ops if cpu else None),
-        ops,
+        experts.division,
         prepared.layout,
-        moe.activation,
         torch.stack([pool.addresses(layer) for layer in spec.moe_layers]),
         torch.device("cuda", plan.vram.gpu.index),
         act,
         moe.experts_per_token,
         pinned=experts.pinned,
         cpu=_cpu_bench(prepared, pool, act, cpu.ops) if cpu else None,
-        division=experts.division,
         resident=experts.resident_addresses,
         step=runner.launch_empty,
         layers=len(spec.layers),

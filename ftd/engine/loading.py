@@ -415,7 +415,7 @@ def _on_gpu(
         planned_bytes=plan.vram.total_bytes,
     )
     host = HostTier(pinned, kv, plan.page_tokens) if pinned else None
-    profiling = on_gpu(config, prepared, pool, dtype, ops, experts, runner)
+    profiling = on_gpu(config, prepared, pool, dtype, experts, runner)
     kernels = f"triton on {plan.vram.gpu.name}"
     return _Parts(kernels, model, kv, experts, runner, profiling, host)
 

@@ -77,6 +77,7 @@ def _divide_kernel(
     on = r < T * K
     in_use = on & (tl.load(active + r // K, mask=on, other=0).to(tl.int32) != 0)
     expert = tl.load(ids + r, mask=in_use, other=-1)
+    in_use = in_use & (expert >= 0)
     tl.store(log + r, expert, mask=on)
     record = tl.load(address + expert, mask=in_use, other=0)
     missed = in_use & ((record < slots_begin) | (record >= slots_end))
