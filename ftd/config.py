@@ -160,7 +160,7 @@ class Config:
     anchor_dir: Path | None = setting(
         None,
         kinds.path(),
-        "Directory that keeps what requests can resume from across restarts (CPU device).",
+        "Directory that keeps what requests can resume from across restarts.",
         default_text="not kept",
     )
     anchor_bytes: int = setting(

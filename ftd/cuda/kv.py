@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -62,6 +63,8 @@ class CudaKvCache(KvCache):
         self.bytes = self._room.mapped_bytes
         device = memory.device
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._gathers = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._reading = threading.Lock()
         self._copied = Marker(device)  # all that has been queued there
         self._joined = True  # steps come behind it
 
@@ -89,6 +92,29 @@ class CudaKvCache(KvCache):
             self._copied.mark()
             landed.mark()
         return landed
+
+    # ---- to the disk and back
+
+    def gather(self, pages: Sequence[int]) -> torch.Tensor | None:
+        data = self.staging(len(pages))
+        with self._reading:  # what is read is not unmapped meanwhile
+            if not len(self._raw) or max(pages) > self.num_pages:
+                return None
+            with on_stream(self._gathers):
+                for row, page in zip(data, pages):
+                    row.copy_(self._raw[page], non_blocking=True)
+            if self._gathers is not None:
+                self._gathers.synchronize()
+        return data
+
+    def scatter(self, pages: Sequence[int], data: torch.Tensor) -> None:
+        self.join()
+        for row, page in zip(data, pages, strict=True):
+            self._raw[page].copy_(row, non_blocking=True)
+
+    def staging(self, num_pages: int) -> torch.Tensor:
+        pin = self._gathers is not None
+        return torch.empty(num_pages, self.page_bytes, dtype=torch.uint8, pin_memory=pin)
 
     def _beside_steps(self) -> AbstractContextManager[Any]:
         begun = Marker(self._ranges.device)
@@ -123,9 +149,10 @@ class CudaKvCache(KvCache):
         if self._ranges.device.type == "cuda":
             torch.cuda.synchronize(self._ranges.device)  # steps and moves have read what goes away
         mapped = self._room.mapped_bytes
-        self._room.resize((num_pages + 1) * self.page_bytes)
+        with self._reading:
+            self._room.resize((num_pages + 1) * self.page_bytes)
+            self.num_pages = num_pages
         self._room.bytes()[mapped:].zero_()  # as at the start
-        self.num_pages = num_pages
         self.bytes = self._room.mapped_bytes
 
     def trim(self) -> None:
@@ -134,5 +161,6 @@ class CudaKvCache(KvCache):
     def close(self) -> None:
         if self._copies is not None:
             torch.cuda.synchronize(self._ranges.device)
-        self.k, self.v, self.pages, self._raw = [], [], self.pages[:0], self._raw[:0]
-        self._room.close()
+        with self._reading:
+            self.k, self.v, self.pages, self._raw = [], [], self.pages[:0], self._raw[:0]
+            self._room.close()

@@ -263,11 +263,6 @@ def refuse_anchor_dir(config: Config, prepared: Prepared) -> None:
     """Raises ConfigError where KV cannot be kept on disk."""
     if config.anchor_dir is None:
         return
-    if prepared.plan.vram is not None:
-        raise ConfigError(
-            "--anchor-dir keeps KV of the CPU device, this model is served on a GPU",
-            hint="leave it out, or add --device cpu",
-        )
     if prepared.plan.num_states:
         raise ConfigError(
             f"--anchor-dir keeps KV only, {prepared.spec.model_type} has recurrent states as well",

@@ -128,9 +128,9 @@ class Restoring:
         for key, reading in list(self._readings.items()):
             over = reading.over  # looked at first: nothing comes behind it
             while reading.blocks:
-                head, tokens, layers = reading.blocks.popleft()
+                head, tokens, pages = reading.blocks.popleft()
                 reading.room.release()
-                if not self._put(reading.ids, head, tokens, layers):
+                if not self._put(reading.ids, head, tokens, pages):
                     reading.blocks.clear()
                     over = True
             if over:
@@ -196,7 +196,7 @@ class Restoring:
             last[entry.key] = before
         return infos
 
-    def _put(self, ids: array[int], head: Head, tokens: int, layers: list[torch.Tensor]) -> bool:
+    def _put(self, ids: array[int], head: Head, tokens: int, data: torch.Tensor) -> bool:
         """The first tokens of a block into the prefix tree.
 
         False: what comes before it has gone, or there are no pages.
@@ -208,13 +208,12 @@ class Restoring:
         count = -(-tokens // self._pages.page_tokens)
         if count > self._pages.free:
             self._tree.evict(count - self._pages.free)
+            self._kv.join()
         new = self._pages.allocate(count)
         if new is None or len(pages) * self._pages.page_tokens != head.begin:
             self._pages.release([*pages, *(new or ())])
             return False
-        into = (layer for both in zip(self._kv.k, self._kv.v, strict=True) for layer in both)
-        for layer, values in zip(into, layers, strict=True):
-            layer[new] = values[:count]
+        self._kv.scatter(new, data[:count])
         pages.extend(new)
         self._tree.insert(ids[:end], pages, ends=True, chance=head.chance)
         self._pages.release(pages)

@@ -1,6 +1,6 @@
 """Keys and values of a block of tokens as a file that is checked whole before it is used.
 
-    magic, format, length of the head | head: JSON | token ids | keys and values | digest of all
+    magic, format, length of the head | head: JSON | token ids | pages of KV | digest of all
 
 A file is named by its block's key: a digest of the model, of every token before the block and of
 those in it. So a name is found by looking at a prompt, and nothing else can lie under it.
@@ -18,7 +18,7 @@ from typing import Any
 
 import orjson
 
-FORMAT = 1
+FORMAT = 2
 SUFFIX = ".ftdkv"
 _MAGIC = b"FTDKV\r\n\x00"  # damaged by whatever takes it for text
 _START = struct.Struct("<8sHI")
@@ -49,7 +49,7 @@ def block_key(model: str, parent: str, ids: array[int]) -> str:
     return blake2b(before + ids.tobytes(), digest_size=20).hexdigest()
 
 
-def write_block(path: Path, head: Head, ids: array[int], kv: bytes) -> int:
+def write_block(path: Path, head: Head, ids: array[int], kv: bytes | memoryview) -> int:
     """Write a file that is whole or not there; returns its bytes. Raises OSError."""
     facts = orjson.dumps(head)
     parts = (_START.pack(_MAGIC, FORMAT, len(facts)), facts, ids.tobytes(), kv)

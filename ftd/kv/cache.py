@@ -93,6 +93,32 @@ class KvCache:
             for layer in tensors:
                 layer[target, :tokens] = layer[source, :tokens]
 
+    def gather(self, pages: Sequence[int]) -> torch.Tensor | None:
+        """[n, page_bytes] uint8: keys and values of each layer in turn; from any thread.
+
+        None: a page has gone.
+        """
+        parts = [
+            layer[list(pages)].view(torch.uint8).reshape(len(pages), -1)
+            for both in zip(self.k, self.v, strict=True)
+            for layer in both
+        ]
+        return torch.cat(parts, dim=1)
+
+    def scatter(self, pages: Sequence[int], data: torch.Tensor) -> None:
+        """Put into pages what ``gather`` has found, once; between two steps."""
+        at, index = 0, list(pages)
+        for both in zip(self.k, self.v, strict=True):
+            for layer in both:
+                size = layer[0].numel() * layer.dtype.itemsize
+                part = data[:, at : at + size].contiguous().view(layer.dtype)
+                layer[index] = part.view(len(index), *layer.shape[1:])
+                at += size
+
+    def staging(self, num_pages: int) -> torch.Tensor:
+        """[n, page_bytes] uint8 for ``scatter`` to read from; from any thread."""
+        return torch.empty(num_pages, self.page_bytes, dtype=torch.uint8)
+
     def join(self) -> None:
         """Steps launched from here on come behind all copies of pages that run beside them."""
 

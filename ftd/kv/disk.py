@@ -1,9 +1,9 @@
 """Keeps KV on disk: written behind the engine's back, and read before a request is admitted.
 
 One worker thread does all reading and writing. To write, it copies pages straight from the memory
-that steps use, without a lock: a whole page of the prefix tree does not change while the tree keeps
-it, and ``PagePool.lives`` tells afterwards whether it did. What is read is handed over when it has
-been checked; the engine copies it into pages of its own between two steps.
+that steps use, a GPU's too, and stops no step: a whole page of the prefix tree does not change
+while the tree keeps it, and ``PagePool.lives`` tells afterwards whether it did. What is read is
+handed over when it has been checked; the engine copies it into pages of its own between two steps.
 
 Nothing on disk is needed: what is damaged, foreign or gone is left out, with a line in the log.
 """
@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import structlog
 import torch
 
@@ -56,7 +57,7 @@ class Reading:
 
     ids: array[int]
     entries: Sequence[tuple[Entry, int]]  # and how many tokens of each
-    blocks: deque[tuple[Head, int, list[torch.Tensor]]] = field(default_factory=deque)
+    blocks: deque[tuple[Head, int, torch.Tensor]] = field(default_factory=deque)
     over: bool = False  # no more will come
     unwanted: bool = False
     room: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(AHEAD_BLOCKS))
@@ -218,18 +219,15 @@ class DiskStore:
         first = begin // self._pool.page_tokens
         last = first + -(-len(ids) // self._pool.page_tokens)
         pages = list(offer.pages[first:last])
-        kv = b"".join(
-            layer[pages].view(torch.uint8).numpy().tobytes()
-            for layers in zip(self._kv.k, self._kv.v, strict=True)
-            for layer in layers
-        )
-        if any(
+        data = self._kv.gather(pages)
+        if data is None or any(
             self._pool.lives[page] != life
             for page, life in zip(pages, offer.lives[first:last], strict=True)
         ):
             return False  # evicted in the meantime
         end = begin + len(ids)
         anchors = tuple(a for a in offer.anchors if begin < a[0] <= end)
+        kv = data.numpy().data.cast("B")
         head = Head(self._index.model, parent, begin, len(ids), len(kv), offer.chance, anchors)
         path = self._directory / f"{key}{SUFFIX}"
         try:
@@ -255,7 +253,7 @@ class DiskStore:
             path = self._directory / f"{entry.key}{SUFFIX}"
             try:
                 head, ids, kv = read_block(path, self._index.model)
-                tensors = self._tensors(head, kv)
+                pages = self._pages(head, kv)
             except (BlockUnusable, OSError) as error:
                 self._ignore(path, error)
                 with self._lock:
@@ -264,28 +262,21 @@ class DiskStore:
             assert reading.ids[head.begin : head.begin + tokens] == ids[:tokens], head.begin
             entry.used_s = time.time()
             os.utime(path)
-            reading.blocks.append((head, tokens, tensors))
+            reading.blocks.append((head, tokens, pages))
             self.wake()
         reading.over = True
         self.wake()
 
-    def _tensors(self, head: Head, kv: memoryview) -> list[torch.Tensor]:
-        """Keys and values of each layer in turn: [pages, page_tokens, NKV, D]."""
+    def _pages(self, head: Head, kv: memoryview) -> torch.Tensor:
+        """[n, page_bytes] uint8."""
         pages = -(-head.tokens // self._pool.page_tokens)
         if len(kv) != pages * self._kv.page_bytes:
             raise BlockUnusable(
                 f"it holds {len(kv):,} bytes of KV, {pages * self._kv.page_bytes:,} are right"
             )
-        data, tensors, at = bytearray(kv), [], 0
-        for layers in zip(self._kv.k, self._kv.v, strict=True):
-            for layer in layers:
-                shape = (pages, *layer.shape[1:])
-                count = pages * layer[0].numel()
-                tensors.append(
-                    torch.frombuffer(data, dtype=layer.dtype, count=count, offset=at).view(shape)
-                )
-                at += count * layer.dtype.itemsize
-        return tensors
+        data = self._kv.staging(pages)
+        data.numpy().reshape(-1)[:] = np.frombuffer(kv, np.uint8)
+        return data
 
     def _scan(self) -> None:
         """Find the blocks of earlier runs."""

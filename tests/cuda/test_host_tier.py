@@ -6,35 +6,20 @@ import random
 
 import pytest
 from cuda_core import cuda_core
-from driving import Answer, answer_all, check_pages, comparable, request
+from driving import Answer, answer_all, check_pages, comparable
 from test_contract import ORACLES, requests
+from tiers import OTHER, PROMPT, ask, check_host, close_disk, open_disk
 
-from ftd.engine.api import Finish
 from ftd.engine.resize import resize
 from ftd.kv.anchors import Anchor, AnchorKind
 
 MODEL = ORACLES / "qwen3_moe"
-PROMPT = [n * n * 7 % 500 for n in range(300)]
-OTHER = [n * n * 11 % 500 for n in range(1, 331)]
-
-
-def ask(core, name, prompt, **fields):
-    answer = answer_all(core, [request(name, prompt, 4, **fields)])[name]
-    assert answer.finish is Finish.LENGTH, answer
-    return answer
 
 
 @pytest.fixture
 def core():
     with cuda_core(MODEL, slots=9, num_pages=24, max_running=4, host_pages=64) as core:
         yield core
-
-
-def check_host(core):
-    host = core.held.host
-    assert host.pool.free + host.pool.held == host.pool.num_pages
-    kept = [page for run in host.tree.runs() for page in run.pages if page >= 0]
-    assert len(kept) == len(set(kept))
 
 
 def test_what_was_evicted_comes_back_with_equal_tokens(core):
@@ -48,7 +33,6 @@ def test_what_was_evicted_comes_back_with_equal_tokens(core):
     assert again.tokens == first.tokens
     assert again.reused == len(PROMPT) - 1
     assert core.status().host_pages_loaded > 0
-    check_host(core)
 
 
 def test_what_is_here_still_is_not_saved_again(core):
@@ -58,7 +42,6 @@ def test_what_is_here_still_is_not_saved_again(core):
         if round == 1:
             saved = core.held.host.pages_saved
     assert core.held.host.pages_saved - saved <= 4  # the pages that answers end in
-    check_host(core)
 
 
 def test_another_end_takes_what_is_common(core):
@@ -87,7 +70,6 @@ def test_anchors_go_down_and_come_back_with_their_hits(core):
     assert user.hits == 1 and user.kv_bytes > 0 and user.host_bytes > 0 and user.saved_s > 0
     freed = core.drop_anchors("s")
     assert freed > 0 and not core.anchor_infos("s")
-    check_host(core)
 
 
 def test_the_tier_keeps_what_is_worth_most():
@@ -138,3 +120,30 @@ def test_tokens_are_equal_under_pressure(seed):
             assert comparable(answers) == alone
         assert core.held.host.pages_saved and core.held.host.pages_loaded
         assert core.held.host.pool.held == core.held.host.pool.idle
+
+
+def test_pages_of_the_device_survive_on_disk(tmp_path):
+    with cuda_core(MODEL, slots=9, num_pages=60, max_running=2) as core:
+        open_disk(core, tmp_path)
+        first = ask(core, "first", PROMPT)
+        close_disk(core)
+    assert len(list(tmp_path.rglob("*.ftdkv"))) == 2
+    with cuda_core(MODEL, slots=9, num_pages=24, max_running=2, host_pages=64) as core:
+        open_disk(core, tmp_path)
+        ask(core, "other", OTHER)
+        again = ask(core, "again", PROMPT)
+        assert (again.tokens, again.reused) == (first.tokens, len(PROMPT) - 1)
+        ask(core, "another", OTHER[::-1])  # evicts it, to host memory
+        loaded = core.held.host.pages_loaded
+        assert ask(core, "once more", PROMPT).reused == len(PROMPT) - 1
+        assert core.held.host.pages_loaded > loaded, "host memory comes before the disk"
+        close_disk(core)
+
+
+def test_a_page_that_is_no_longer_there_is_not_read():
+    with cuda_core(MODEL, slots=9, num_pages=24, max_running=1) as core:
+        assert core.kv.gather([1, 24]).shape == (2, core.kv.page_bytes)
+        core.kv.resize(20)
+        assert core.kv.gather([1, 24]) is None
+        kv = core.kv
+    assert kv.gather([1]) is None
