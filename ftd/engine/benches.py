@@ -47,16 +47,15 @@ def on_gpu(
     runner: CudaRunner,
 ) -> Profiling:
     spec, plan = prepared.spec, prepared.plan
-    assert plan.vram is not None
-    moe, cpu = _moe(spec), experts.division.cpu
+    division, cpu = experts.division, experts.division.cpu
     bench = CudaBench(
         _key(prepared, cpu.ops if cpu else None),
-        experts.division,
+        division,
         prepared.layout,
         torch.stack([pool.addresses(layer) for layer in spec.moe_layers]),
-        torch.device("cuda", plan.vram.gpu.index),
+        division.shared.address.device,
         act,
-        moe.experts_per_token,
+        experts.experts_per_token,
         pinned=experts.pinned,
         cpu=_cpu_bench(prepared, pool, act, cpu.ops) if cpu else None,
         resident=experts.resident_addresses,

@@ -20,6 +20,7 @@ from ftd.cuda.kv import CudaKvCache
 from ftd.cuda.memory import DeviceMemory
 from ftd.cuda.residency import CudaExperts
 from ftd.cuda.states import CudaStates
+from ftd.engine.benches import on_gpu
 from ftd.engine.core import EngineCore
 from ftd.engine.cuda_runner import CudaRunner
 from ftd.engine.loading import prepare
@@ -98,8 +99,10 @@ def cuda_core(
             capture=pinned,
         )
         runner.warm_up(lambda done, total: None)
-        yield EngineCore(
+        core = EngineCore(
             model, kv, experts, runner,
             Limits(config.max_running, plan.prefill_chunk, pages, plan.page_tokens),
             host=HostTier(pinned_pages, kv, plan.page_tokens) if host_pages else None,
         )  # fmt: skip
+        core.profiling = on_gpu(config, prepared, pool, dtype, experts, runner)
+        yield core

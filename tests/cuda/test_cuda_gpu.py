@@ -8,9 +8,11 @@ import pytest
 import torch
 from cuda_core import cuda_core
 from driving import Answer, answer_all, check_pages, comparable, engine_core
+from measuring import measured_while_serving
 from test_contract import ORACLES, requests
 
 from ftd.errors import EngineFailed
+from ftd.experts.profile import to_json
 from ftd.kernels.cpu import native
 
 pytestmark = [
@@ -102,6 +104,28 @@ def test_a_copy_goes_on_while_a_step_waits_for_the_cpu(model):
         assert core.experts.division.cpu._late == ""
         with pytest.raises(EngineFailed):
             core.settle()
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("slots", [0, 7, 32])
+def test_a_machine_measured_while_it_serves(model, tokens, slots, capsys):
+    from ftd.kernels.triton.ops import CudaOps
+
+    some = requests()
+    with cuda_core(
+        model, slots=slots, fetch_of=[0, 0, 1, 2], ops=CudaOps(), device="cuda:0", max_running=8
+    ) as core:
+        profile, answers = measured_while_serving(core, some)
+        assert {name: answer.tokens for name, answer in answers.items()} == tokens
+        again = comparable(answer_all(core, some))  # divided as the profile says
+        assert {name: answer[0] for name, answer in again.items()} == tokens
+    with capsys.disabled():
+        print(to_json(profile))
+    assert [f.batch for f in profile.figures] == [1, 2, 4, 8]
+    for figures in profile.figures:
+        assert figures.link.experts_per_s > 0 and figures.cpu.experts_per_s > 0
+        assert figures.fixed_s > 0 and (figures.hits.experts_per_s > 0) == (slots > 0)
+    assert 0 < profile.handshake_s < 1e-3
 
 
 def test_memory_comes_and_goes_under_captured_steps(model, tokens):
