@@ -26,6 +26,8 @@ from .delta import (
 class ComposedOps:
     """The base of every ``kernels.ops.Ops`` on the CPU; see there for shapes."""
 
+    delta_scan = staticmethod(delta_scan)
+
     def route(
         self: Any, logits: torch.Tensor, k: int, normalise: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,7 +119,7 @@ class ComposedOps:
             part = slice(row, end)
             target, tail = state_views(states, slot, weights, qkv.dtype)
             parts.append(
-                delta_scan(q[part], k[part], v[part], decay[part], beta[part], state, target)
+                self.delta_scan(q[part], k[part], v[part], decay[part], beta[part], state, target)
             )
             tail.copy_(inputs[end : end + past])
             state, row = target, end

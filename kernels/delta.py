@@ -7,8 +7,8 @@ Per token and head, with the state S [DK, DV], in float32:
 Token by token, on purpose. The chunked form (a triangular system per block of 64 tokens) does the
 same in large products, but its sums depend on where a chunk begins and ends; here a row's result
 depends on the rows before it and on nothing else, so chunks, batches and reuse change no bit, and
-the state is at hand after every token. On one AVX2 core, 32 heads of 128 x 128 take 0.32 ms a token
-and layer; the products of the chunked form, in blocks of 64 fixed to positions, add up to 0.12.
+the state is at hand after every token. The C++ kernels do the same with the columns of the states
+shared among threads, in a fifth of torch's time on one core.
 
 Every product has the same shape whatever the step holds: BLAS picks its order of sums by shape.
 Source: torch_recurrent_gated_delta_rule in transformers' modeling_qwen3_next.py, 5.24.

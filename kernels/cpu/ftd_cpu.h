@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define FTD_CPU_ABI 4
+#define FTD_CPU_ABI 5
 
 #if defined(__GNUC__)
 #define FTD_API __attribute__((visibility("default")))
@@ -154,6 +154,13 @@ FTD_API int32_t ftd_rope(FtdOps* ops, void* x, int32_t act, const float* cos, co
                          int32_t interleaved);
 FTD_API int32_t ftd_silu_mul(FtdOps* ops, const void* gate, const void* up, void* y, int32_t act,
                              int64_t count);
+
+// The gated delta rule of kernels/delta.py over the rows of one sequence. source: the state before
+// them, null: zeros; target: the state after them, which may be the source.
+FTD_API int32_t ftd_delta_scan(FtdOps* ops, const float* q, const float* k, const float* v,
+                               const float* decay, const float* beta, const float* source,
+                               float* target, float* out, int64_t rows, int64_t heads,
+                               int64_t key_dim, int64_t value_dim);
 
 // Reads bytes at each of so many addresses with all threads and returns a checksum: the machine's
 // own bandwidth, to compare with.

@@ -130,6 +130,21 @@ struct AttentionCall {
   float* stage;  // [kKeyStage + kKeyTile, Dp]
 };
 
+constexpr int kDeltaColumns = 32;  // of a state that one call keeps at hand
+
+// The gated delta rule over the rows of one sequence: ftd_delta_scan.
+struct DeltaScan {
+  const float* q;       // [T, N, DK]
+  const float* k;       // [T, N, DK]
+  const float* v;       // [T, N, DV]
+  const float* decay;   // [T, N]
+  const float* beta;    // [T, N]
+  const float* source;  // [N, DK, DV] or null: zeros
+  float* target;        // [N, DK, DV]; may be the source
+  float* out;           // [T, N, DV]
+  int64_t rows, heads, key_dim, value_dim;
+};
+
 struct Kernels {
   const Matmul* matmul[kFormats][kTypes];   // [weight][activation]
   const Matmul* grouped[kFormats][kTypes];  // for kGroupedFrom tokens and more; null: none better
@@ -151,6 +166,10 @@ struct Kernels {
   // values.
   void (*merge)(float* max, float* sum, float* acc, const float* later_max, const float* later_sum,
                 const float* later_acc, int64_t heads, int64_t padded_dim);
+
+  // Columns [column, column + kDeltaColumns) of a head's state, as far as there are some. stage has
+  // key_dim · kDeltaColumns numbers.
+  void (*delta)(const DeltaScan& scan, int64_t head, int64_t column, float* stage);
 
   int64_t (*read)(const void* data, int64_t bytes);
 };

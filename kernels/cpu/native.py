@@ -25,7 +25,7 @@ from ..composed import ComposedOps
 from ..formats import FORMATS, ExpertLayout, Matrix, MatrixLayout, PackedMatrix
 from .topology import Node, default_threads, discover_nodes, place_threads, usable_cores
 
-ABI = 4
+ABI = 5
 PARK_AFTER_US = 200  # waking a sleeping worker costs 50 µs: more than a layer's work
 PREFETCH_CHOICES_BYTES = (0, 2048, 8192, 16384)
 CALIBRATION_TOKENS = (1, 3)  # three: with more, AMX takes over and finds its own way
@@ -123,6 +123,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ftd_rms_norm": (_I, (_P, _P, _I, _P, _I, _P, _I, _N, _N, _F)),
     "ftd_rope": (_I, (_P, _P, _I, _P, _P, _N, _N, _N, _N, _I)),
     "ftd_silu_mul": (_I, (_P, _P, _P, _P, _I, _N)),
+    "ftd_delta_scan": (_I, (*(_P,) * 9, _N, _N, _N, _N)),
     "ftd_read": (_N, (_P, _P, _N, _N)),
 }
 
@@ -537,6 +538,40 @@ class NativeOps(ComposedOps):
         )
         assert fault == 0, (fault, gate.shape)
         return y
+
+    def delta_scan(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor,
+        source: torch.Tensor | None,
+        target: torch.Tensor,
+    ) -> torch.Tensor:
+        """As ``kernels.delta.delta_scan``."""
+        (T, NV, DK), DV = k.shape, v.shape[2]
+        given = [t for t in (q, k, v, decay, beta, source, target) if t is not None]
+        assert all(t.is_contiguous() and t.dtype == torch.float32 for t in given)
+        assert target.shape == (NV, DK, DV) and decay.shape == beta.shape == (T, NV), target.shape
+        out = torch.empty_like(v)
+        fault = self._c.ftd_delta_scan(
+            self._ops,
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            decay.data_ptr(),
+            beta.data_ptr(),
+            None if source is None else source.data_ptr(),
+            target.data_ptr(),
+            out.data_ptr(),
+            T,
+            NV,
+            DK,
+            DV,
+        )
+        assert fault == 0, (fault, q.shape, v.shape)
+        return out
 
     def read(self, address: torch.Tensor, num_bytes: int) -> int:
         """Read so many bytes at each address as plainly as the machine can; a checksum of them."""

@@ -63,6 +63,24 @@ extern "C" int32_t ftd_silu_mul(FtdOps* ops, const void* gate, const void* up, v
   return 0;
 }
 
+extern "C" int32_t ftd_delta_scan(FtdOps* ops, const float* q, const float* k, const float* v,
+                                  const float* decay, const float* beta, const float* source,
+                                  float* target, float* out, int64_t rows, int64_t heads,
+                                  int64_t key_dim, int64_t value_dim) {
+  if (rows < 0 || heads < 1 || key_dim < 1 || value_dim < 1) return FTD_BAD_SHAPE;
+  const Turn turn(ops->pool);
+  const DeltaScan scan = {q,      k,   v,    decay, beta,    source,
+                          target, out, rows, heads, key_dim, value_dim};
+  const int64_t blocks = (value_dim + kDeltaColumns - 1) / kDeltaColumns;
+  const int64_t state = heads * key_dim * value_dim;
+  share(ops->pool, heads * blocks, cost_of(8 * state, 3 * rows * state),
+        [&](int64_t unit, int thread) {
+          float* stage = ops->pool.fresh(thread).take<float>(size_t(key_dim * kDeltaColumns));
+          ops->kernels.delta(scan, unit / blocks, unit % blocks * kDeltaColumns, stage);
+        });
+  return 0;
+}
+
 extern "C" int64_t ftd_read(FtdOps* ops, const int64_t* address, int64_t count, int64_t bytes) {
   constexpr int64_t kPiece = 1 << 19;
   const int64_t pieces = (bytes + kPiece - 1) / kPiece;  // of one address

@@ -11,6 +11,7 @@ from ftd.errors import ConfigError
 from ftd.kernels.activation import SILU
 from ftd.kernels.cpu import native
 from ftd.kernels.cpu.native import Library, NativeOps
+from ftd.kernels.delta import delta_scan
 from ftd.kernels.formats import FORMATS, expert_layout
 from ftd.kernels.reference import TorchOps
 
@@ -248,6 +249,29 @@ def test_products_of_routes_are_the_parts_of_the_sum(ops):
         torch.testing.assert_close(
             total, ops.moe(x, ids, weights, address, layout), rtol=1e-5, atol=1e-5
         )
+
+
+@pytest.mark.parametrize("size", [(2, 16, 16), (4, 128, 128), (3, 25, 40)], ids=str)
+@pytest.mark.parametrize("begins", [True, False], ids=["begins", "goes on"])
+def test_delta_scan_matches_reference_and_chunks_change_no_bit(ops, size, begins):
+    heads, keys, values = size
+    q, k = (torch.randn(9, heads, keys) * keys**-0.5 for _ in range(2))
+    v = torch.randn(9, heads, values)
+    decay, beta = torch.rand(9, heads), torch.rand(9, heads)
+    state = None if begins else torch.randn(heads, keys, values)
+    mine, theirs = (torch.full((heads, keys, values), float("nan")) for _ in range(2))
+    out = ops.delta_scan(q, k, v, decay, beta, state, mine)
+    expected = delta_scan(q, k, v, decay, beta, state, theirs)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    source, parts = state, []
+    piece = torch.full_like(mine, float("nan"))
+    for part in (slice(0, 1), slice(1, 6), slice(6, 9)):
+        parts.append(
+            ops.delta_scan(q[part], k[part], v[part], decay[part], beta[part], source, piece)
+        )
+        source = piece
+    assert torch.equal(torch.cat(parts), out) and torch.equal(piece, mine)
 
 
 def test_moe_refuses_an_expert_that_does_not_exist(ops):
