@@ -33,12 +33,13 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from synthetic_families import PRESETS, Tensors
+from synthetic_families import PRESETS, Family, Tensors
 from synthetic_formats import DTYPES, FORMATS, Source
 
 CHAT_TEMPLATE = (
@@ -103,16 +104,15 @@ def write_tokenizer(out: Path, vocab_size: int) -> None:
     (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
 
 
-def make(
-    out: Path,
-    preset: str = "qwen3-30b-a3b",
+def family_of(
+    preset: str,
     layers: int | None = None,
     skew: float = 1.0,
     seed: int = 0,
     fmt: str | None = None,
     experts: int | None = None,
-) -> Made:
-    """Write the checkpoint into folder ``out``; generation_config.json comes last."""
+) -> Family:
+    """A model of that shape, of which nothing is drawn yet but single vectors."""
     kind, published = PRESETS[preset]
     c = {**published, "bos_token_id": published["vocab_size"] - 3}
     c["eos_token_id"] = published["vocab_size"] - 1
@@ -123,8 +123,17 @@ def make(
     fmt = fmt or kind.formats[0]
     if fmt not in kind.formats:
         raise SystemExit(f"{preset} is not published as {fmt}: {', '.join(kind.formats)}")
+    return kind(c, Source(seed), skew, fmt)
+
+
+def make(out: Path, preset: str = "qwen3-30b-a3b", **shape: Any) -> Made:
+    """Write the checkpoint into folder ``out``; generation_config.json comes last.
+
+    Args:
+        shape: see ``family_of``.
+    """
+    family = family_of(preset, **shape)
     out.mkdir(parents=True, exist_ok=True)
-    family = kind(c, Source(seed), skew, fmt)
     # named in order and drawn here, then written at once: each file has a lock of its own
     files = family.ends() + [family.layer(layer) for layer in range(family.layers)]
     names = [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
@@ -144,7 +153,9 @@ def make(
     (out / "config.json").write_text(json.dumps(family.config(), indent=1))
     generation = {"do_sample": True, "temperature": 1.0, "eos_token_id": [family.vocab - 1]}
     (out / "generation_config.json").write_text(json.dumps(generation))
-    return Made(family.layers, family.experts, family.top_k, family.vocab, fmt, total_bytes)
+    return Made(
+        family.layers, family.experts, family.top_k, family.vocab, family.format, total_bytes
+    )
 
 
 def main() -> None:
@@ -160,7 +171,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     o = parser.parse_args()
     began_s = time.perf_counter()
-    made = make(o.out, o.preset, o.layers, o.skew, o.seed, o.format, o.experts)
+    shape = {"layers": o.layers, "skew": o.skew, "seed": o.seed, "fmt": o.format}
+    made = make(o.out, o.preset, **shape, experts=o.experts)
     print(f"{o.out}: {asdict(made)} in {time.perf_counter() - began_s:.1f} s")
 
 

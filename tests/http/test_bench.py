@@ -12,6 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
+from bench_full import layers_that_fit, predictor, report
 from bench_report import Line, Results, plot, table
 from bench_roofline import Rates, Weights, least_step_s, read_weights
 from bench_rows import agreement
@@ -74,6 +75,32 @@ def test_the_roofline_counts_the_bytes_of_the_checkpoint(tmp_path):
     weights = Weights(10.0, 100, 32, 2, 2, 512)
     rates = Rates(link=1.0, dram=3.0, hbm=50.0)
     assert least_step_s(weights, {"hits": 5, "misses": 2}, rates) == 20 / 4 + 150 / 50
+
+
+def test_full_models_are_told_with_the_layers_they_have_and_a_prediction():
+    results = Results(
+        values={"gpt-oss-120b.16G.start": [9.0], "gpt-oss-120b.16G.decode": [80.0, 90.0]},
+        facts={
+            "gpt-oss-120b": {
+                "layers": 3, "published_layers": 36, "experts": 128, "experts_per_token": 4,
+            },
+            "gpt-oss-120b.expert_bytes": 13.2e6,
+            "gpt-oss-120b.16G.slots": 380,
+            "gpt-oss-120b.16G.step": {"hits": 9, "misses": 3, "on_cpu": 1, "step_s": 0.01},
+        },
+    )  # fmt: skip
+    text = report(results, predictor(results, "h200"))
+    assert "| gpt-oss-120b mxfp4 | 3 of 36 | 16G | 380 of 384 | 85 (80 to 90) |" in text
+    assert "| 75 % | 1.0 of 3.0 |" in text
+    cells = text.splitlines()[-1].split(" | ")
+    assert float(cells[5]) > 100  # nearly all resident: the simulator finds it fast
+    assert len({line.count("|") for line in text.splitlines()}) == 1
+
+
+def test_a_model_has_as_many_layers_as_fit_beside_their_host_pool():
+    assert layers_that_fit(40, 1.5, 2.0, 104.0) == 33
+    assert layers_that_fit(40, 0.5, 2.0, 104.0) == 40
+    assert layers_that_fit(40, 100.0, 2.0, 104.0) == 1
 
 
 async def test_any_server_is_measured_by_its_url(front, tmp_path):
