@@ -46,16 +46,22 @@ class RowNumbers:
         return int(self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
+def _padded(batch: int) -> int:
+    """Rows for which blocks are laid out: each of their parts then begins at 16 bytes."""
+    return -(-batch // 4) * 4
+
+
 class Rows:
-    """Numbers of B rows, as views of one block of bytes."""
+    """Numbers of R >= B rows, as views of one block of bytes."""
 
     def __init__(self, batch: int, device: torch.device | str = "cpu") -> None:
-        self.block = torch.zeros(48 * batch, dtype=torch.uint8, device=device)
-        parts = self.block.split([16 * batch, 20 * batch, 12 * batch])
-        self.doubles = parts[0].view(torch.float64).view(2, batch)  # uniform in (0, 1), top_p
+        self.padded = R = _padded(batch)
+        self.block = torch.zeros(48 * R, dtype=torch.uint8, device=device)
+        parts = self.block.split([16 * R, 20 * R, 12 * R])
+        self.doubles = parts[0].view(torch.float64).view(2, R)  # uniform in (0, 1), top_p
         # temperature, log of min_p, presence, frequency, repetition
-        self.floats = parts[1].view(torch.float32).view(5, batch)
-        self.ints = parts[2].view(torch.int32).view(3, batch)  # top_k, slot, flags
+        self.floats = parts[1].view(torch.float32).view(5, R)
+        self.ints = parts[2].view(torch.int32).view(3, R)  # top_k, slot, flags
 
     def set(self, row: int, numbers: RowNumbers, uniform: float) -> None:
         """On the CPU."""
@@ -83,33 +89,32 @@ class Kept:
 
 
 class Drawn:
-    """What B rows have brought, as views of one block of bytes.
+    """What R >= B rows have brought, as views of one block of bytes.
 
     Attributes:
-        tokens: [B] int64; -1: the mask allows nothing.
-        bad: [B] int32, logits that are not finite.
-        logprob: [B] float32, of the token, where asked for.
-        top, top_logprobs: [B, MOST_TOP], best first, of equal ones the lowest id.
+        tokens: [R] int64; -1: the mask allows nothing.
+        bad: [R] int32, logits that are not finite.
+        logprob: [R] float32, of the token, where asked for.
+        top, top_logprobs: [R, MOST_TOP], best first, of equal ones the lowest id.
     """
 
+    ROW_BYTES = 16 + 8 * MOST_TOP
+
     def __init__(self, block: torch.Tensor) -> None:
-        batch = len(block) // self.row_bytes()
-        wide = 4 * MOST_TOP * batch
-        parts = block.split([8 * batch, 4 * batch, 4 * batch, wide, wide])
+        R = len(block) // self.ROW_BYTES
+        wide = 4 * MOST_TOP * R
+        parts = block.split([8 * R, 4 * R, 4 * R, wide, wide])
         self.block = block
         self.tokens = parts[0].view(torch.int64)
         self.bad = parts[1].view(torch.int32)
         self.logprob = parts[2].view(torch.float32)
-        self.top = parts[3].view(torch.int32).view(batch, MOST_TOP)
-        self.top_logprobs = parts[4].view(torch.float32).view(batch, MOST_TOP)
-
-    @staticmethod
-    def row_bytes() -> int:
-        return 16 + 8 * MOST_TOP
+        self.top = parts[3].view(torch.int32).view(R, MOST_TOP)
+        self.top_logprobs = parts[4].view(torch.float32).view(R, MOST_TOP)
 
     @classmethod
     def empty(cls, batch: int, device: torch.device | str) -> Drawn:
-        return cls(torch.zeros(batch * cls.row_bytes(), dtype=torch.uint8, device=device))
+        num_bytes = _padded(batch) * cls.ROW_BYTES
+        return cls(torch.zeros(num_bytes, dtype=torch.uint8, device=device))
 
 
 def mask_words(vocab: int) -> int:
@@ -124,9 +129,10 @@ def sample_ref(
     out: Drawn,
 ) -> None:
     """Draw; a drawn token is added to its row's counts."""
-    out.bad.copy_((~logits.isfinite()).sum(1))
+    B = len(logits)
+    out.bad[:B] = (~logits.isfinite()).sum(1)
     uniforms, top_ps = rows.doubles.tolist()
-    for b, (top_k, slot, flags) in enumerate(rows.ints.T.tolist()):
+    for b, (top_k, slot, flags) in enumerate(rows.ints.T.tolist()[:B]):
         temperature, least, presence, frequency, repetition = rows.floats[:, b]
         x = logits[b].clone()
         if flags & BIASED:

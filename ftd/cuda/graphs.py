@@ -1,9 +1,9 @@
-"""A decode step as one captured graph for each batch size, from embedding to sampled tokens.
+"""A decode step as captured graphs for each batch size: forward to the logits, then the sampler's.
 
-Everything a step reads lies in buffers of fixed addresses: token ids, positions, page tables,
-temperatures, the experts' address table. A graph therefore outlives every change of batch, pages
-and residency. Rows that no sequence uses have position -1: they choose no expert (id -1), write
-their keys to the scratch page and no recurrent state, and what they sample is not looked at.
+Everything a step reads lies in buffers of fixed addresses: token ids, positions, page tables, how
+rows are sampled, the experts' address table. A graph therefore outlives every change of batch,
+pages and residency. Rows that no sequence uses have position -1: they choose no expert (id -1),
+write their keys to the scratch page and no recurrent state, and what they sample is not looked at.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from ftd.kernels.delta import StateRows
 from ftd.model.step import StepInput
 
-from .sampling import draw
-from .tables import Download, Fetched, Upload
+from .sampling import RowSampler, SamplerMemory, SampleRow
+from .tables import VERSIONS, Download, Fetched, Upload
 
 BATCHES = (1, 2, 4, 8)
 RUNS_BEFORE_CAPTURE = (
@@ -41,8 +41,6 @@ class DecodeRow:
     token: int  # not looked at in a step that follows another
     position: int
     pages: Sequence[int]  # at least position // page_tokens + 1 of them
-    temperature: float
-    uniform: float  # in (0, 1)
     source: int = -1  # slot of its recurrent state, -1: it begins
     target: int = -1  # slot for the state after it, if the model has some
 
@@ -55,15 +53,13 @@ class DecodeInput:
     """
 
     def __init__(self, batch: int, device: torch.device | str = "cpu") -> None:
-        self.block = torch.zeros(48 * batch, dtype=torch.uint8, device=device)
-        self.without_ids = self.block[: 40 * batch]
-        numbers, rest = self.block.split([16 * batch, 32 * batch])
-        self.numbers = numbers.view(torch.float64).view(2, batch)  # temperature, uniform
+        self.block = torch.zeros(32 * batch, dtype=torch.uint8, device=device)
+        self.without_ids = self.block[: 24 * batch]
         # [B] each; -1: not in use
-        self.position, source, target, self.ids = rest.view(torch.int64).view(4, batch)
+        rows = self.block.view(torch.int64).view(4, batch)
+        self.position, source, target, self.ids = rows
         self.states = StateRows(source, target)
-        rest.view(torch.int64)[: 3 * batch] = -1
-        self.numbers.fill_(0.5)
+        rows[:3] = -1
 
     def fill(self, rows: Sequence[DecodeRow | None]) -> None:
         """Row by row; None and what lies behind the last one: not in use."""
@@ -74,7 +70,6 @@ class DecodeInput:
             if row is not None:
                 self.states.source[i] = row.source
                 self.ids[i] = row.token
-                self.numbers[0, i], self.numbers[1, i] = row.temperature, row.uniform
 
 
 def fill_pages(table: torch.Tensor, rows: Sequence[DecodeRow | None], page_stride: int = 1) -> bool:
@@ -91,7 +86,11 @@ def fill_pages(table: torch.Tensor, rows: Sequence[DecodeRow | None], page_strid
 
 
 class DecodeGraph:
-    """One batch size. On the CPU device ``forward`` is called where a graph would be replayed."""
+    """One batch size. On the CPU device ``forward`` is called where a graph would be replayed.
+
+    Args:
+        in_flight: steps of which the results are not read yet, at most.
+    """
 
     def __init__(
         self,
@@ -102,7 +101,10 @@ class DecodeGraph:
         scratch_page: int,
         device: torch.device,
         forward: Forward,
+        memory: SamplerMemory,
         left: Sequence[torch.Tensor] = (),  # what forward leaves for the host besides logits
+        *,
+        in_flight: int = 2,
     ) -> None:
         self.batch = batch
         self._page_tokens, self._page_stride = page_tokens, page_stride
@@ -117,10 +119,15 @@ class DecodeGraph:
         self._send_table = Upload(self._table)
         self._sequence = torch.arange(batch, dtype=torch.int32, device=device)
         self._rows = torch.arange(batch, device=device)
-        self._left = tuple(left)
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._sampler = RowSampler(batch, memory, self.ids)
+        self._results = Download([self._sampler.drawn.block, *left], max(VERSIONS, in_flight + 1))
         self._step()
-        self._results = self._download()
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """[B] int64 on the device: the tokens that a step reads, and then those it has drawn."""
+        return self._input.ids
 
     def capture(self, pool: Any | None, stream: torch.cuda.Stream) -> Any:
         """Capture on ``stream`` into the memory ``pool`` of the graphs before; returns the pool."""
@@ -132,11 +139,11 @@ class DecodeGraph:
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self._step()
         self._graph = graph
-        self._results = self._download()
+        self._sampler.capture(self.logits, graph.pool(), stream)
         return graph.pool()
 
-    def launch(self, rows: Sequence[DecodeRow | None], *, following: bool = False) -> Fetched:
-        """Queue a step; what it fetches: tokens [B], finite [B], and what forward leaves.
+    def launch(self, rows: Sequence[DecodeRow | None], *, following: bool = False) -> None:
+        """Queue the forward pass of a step.
 
         Args:
             following: the tokens are those that the launch before drew in the same rows; they have
@@ -153,11 +160,11 @@ class DecodeGraph:
             self._graph.replay()
         else:
             self._step()
-            self._results = self._download()  # of tensors that are new each time
-        return self._results.fetch()
 
-    def _download(self) -> Download:
-        return Download([self.tokens, self.finite, *self._left])
+    def sample(self, rows: Sequence[SampleRow | None]) -> Fetched:
+        """Queue the draws from its logits; fetches ``Drawn.block`` and what forward leaves."""
+        self._sampler.launch(self.logits, rows)
+        return self._results.fetch()
 
     @torch.no_grad()
     def _step(self) -> None:
@@ -171,7 +178,4 @@ class DecodeGraph:
             self._input.ids, at.to(torch.int32), self._sequence, place, table, self._rows,
             self._input.states,
         )  # fmt: skip
-        self.logits = self._forward(step, active)  # [B, V]
-        temperature, uniform = self._input.numbers.unbind(0)
-        self.tokens, self.finite = draw(self.logits, temperature.float(), uniform)
-        self._input.ids.copy_(self.tokens)  # for a step that follows
+        self.logits = self._forward(step, active)  # [B, V] float32

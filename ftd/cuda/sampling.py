@@ -1,25 +1,164 @@
-"""Tokens from logits on the device, for rows that ask for nothing but a temperature."""
+"""Tokens from logits on the device, whatever a request asks for: penalties, masks, logprobs.
+
+A step of decode is two graphs, forward and sample, so that a mask which depends on the token before
+may come while forward runs. A sample graph allocates nothing, and there are two for each batch
+size: one for rows with nothing but a temperature, and one for everything.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
 import torch
 
-_COLDEST, _HOTTEST = 1e-30, 1e30  # as ftd.engine.sampling: beyond them float32 overflows
+from ftd.kernels.sample import Drawn, Kept, RowNumbers, Rows, mask_words, sample_ref
+
+from .tables import Upload
+
+MOST_ROWS = 8  # of one launch
 
 
-def draw(
-    logits: torch.Tensor,  # [R, V] float32
-    temperature: torch.Tensor,  # [R] float32, 0: greedy
-    uniform: torch.Tensor,  # [R] float64 in (0, 1)
-) -> tuple[torch.Tensor, torch.Tensor]:  # [R] int64; [R] bool, the row is finite
-    """The draw of ``ftd.engine.sampling``: one number picks in the order of the vocabulary.
+class Source(Protocol):
+    """A sequence whose logits are changed by what it has drawn, or by biases."""
 
-    Launches only, no wait: fit for a captured graph.
+    @property
+    def drawn(self) -> int:
+        """Tokens so far."""
+        ...
+
+    def write_counts(self, out: torch.Tensor) -> None:
+        """[V] int32, as ``Kept.counts``."""
+        ...
+
+    def write_bias(self, out: torch.Tensor) -> None:
+        """[V] float32."""
+        ...
+
+
+class SamplerMemory:
+    """What the device knows of sequences, in a slot for each row of a launch, and room to compute.
+
+    Kernels count the tokens they draw, so a slot stays right while steps are launched ahead. It is
+    written anew when another sequence takes it, or when the host knows another number of tokens.
     """
-    best, greedy = logits.max(dim=1, keepdim=True)
-    finite = logits.sum(dim=1).isfinite()
-    scaled = (logits - best) / temperature.clamp(_COLDEST, _HOTTEST)[:, None]
-    mass = scaled.exp().cumsum(1, dtype=torch.float64)
-    picked = torch.searchsorted(mass, mass[:, -1:] * uniform[:, None], right=True)
-    picked = picked.clamp(max=logits.shape[1] - 1)
-    return torch.where(temperature[:, None] == 0, greedy, picked)[:, 0], finite
+
+    def __init__(self, vocab: int, device: torch.device) -> None:
+        self.vocab, self.device = vocab, device
+        self.kept = Kept(MOST_ROWS, vocab, device)
+        self.work: Any = None
+        if device.type == "cuda":
+            from ftd.kernels.triton.sample import Work
+
+            self.work = Work(MOST_ROWS, vocab, device)
+        self._sources: list[Source | None] = [None] * MOST_ROWS
+        self._drawn = [0] * MOST_ROWS  # as the device has counted
+        self._order = list(range(MOST_ROWS))  # the one used longest ago first
+        self._counts = Upload(torch.zeros(vocab, dtype=torch.int32, device=device))
+        self._bias = Upload(torch.zeros(vocab, dtype=torch.float32, device=device))
+        self._host_counts = torch.zeros(vocab, dtype=torch.int32)
+        self._host_bias = torch.zeros(vocab, dtype=torch.float32)
+
+    def slot_of(self, source: Source) -> int | None:
+        return next((i for i, held in enumerate(self._sources) if held is source), None)
+
+    def place(self, sources: Sequence[Source]) -> None:
+        """Give each a slot that is up to date; nothing of theirs is in flight."""
+        assert len(sources) <= MOST_ROWS, len(sources)
+        for source in sources:
+            slot = self.slot_of(source)
+            if slot is None:
+                taken = [self.slot_of(other) for other in sources]
+                slot = next(i for i in self._order if i not in taken)
+            elif self._drawn[slot] == source.drawn:
+                continue
+            self._sources[slot], self._drawn[slot] = source, source.drawn
+            source.write_counts(self._host_counts)
+            source.write_bias(self._host_bias)
+            self._counts.send(self._host_counts)
+            self._bias.send(self._host_bias)
+            self.kept.counts[slot].copy_(self._counts.device_tensor)
+            self.kept.bias[slot].copy_(self._bias.device_tensor)
+
+    def launched(self, slots: Sequence[int]) -> None:
+        """A token of each is on its way."""
+        for slot in slots:
+            self._drawn[slot] += 1
+            self._order.remove(slot)
+            self._order.append(slot)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """One row's draw."""
+
+    numbers: RowNumbers
+    uniform: float  # in (0, 1)
+    mask: torch.Tensor | None = None  # [ceil(V / 32)] int32, perhaps longer; with flag MASKED
+
+
+class RowSampler:
+    """Draws for the rows of one batch size.
+
+    Args:
+        ids: [B] int64 on the device, where the tokens go for a step that follows.
+    """
+
+    def __init__(self, batch: int, memory: SamplerMemory, ids: torch.Tensor | None = None) -> None:
+        device, words = memory.device, mask_words(memory.vocab)
+        self._memory = memory
+        self._ids = torch.zeros(batch, dtype=torch.int64, device=device) if ids is None else ids
+        self.drawn = Drawn.empty(batch, device)
+        self._host, self._rows = Rows(batch), Rows(batch, device)
+        self._send = Upload(self._rows.block)
+        self._host_mask = torch.zeros(batch, words, dtype=torch.int32)
+        self._mask = self._host_mask.to(device, copy=True)
+        self._send_mask = Upload(self._mask)
+        self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
+
+    def capture(self, logits: torch.Tensor, pool: Any, stream: torch.cuda.Stream) -> None:
+        """Capture the draw from ``logits``, which every launch then has to come from."""
+        for full in (False, True):
+            with torch.cuda.stream(stream):
+                self._draw(logits, full=full)  # compiles
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(
+                graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+            ):
+                self._draw(logits, full=full)
+            self._graphs[full] = graph
+
+    def launch(self, logits: torch.Tensor, rows: Sequence[SampleRow | None]) -> None:
+        """Queue the draws; None and what lies behind the last one: not in use."""
+        full = masked = False
+        for i in range(len(self._ids)):
+            row = rows[i] if i < len(rows) else None
+            self._host.set(i, row.numbers if row else RowNumbers(), row.uniform if row else 0.5)
+            full |= row is not None and not row.numbers.plain
+            if row is not None and row.mask is not None:
+                self._host_mask[i] = row.mask[: self._host_mask.shape[1]]
+                masked = True
+        self._send.send(self._host.block)
+        if masked:
+            self._send_mask.send(self._host_mask)
+        if full in self._graphs:
+            self._graphs[full].replay()
+        else:
+            self._draw(logits, full=full)
+        self._memory.launched([r.numbers.slot for r in rows if r and r.numbers.slot >= 0])
+
+    @torch.no_grad()
+    def _draw(self, logits: torch.Tensor, *, full: bool) -> None:
+        memory = self._memory
+        if memory.work is None:
+            sample_ref(logits, self._rows, memory.kept, self._mask, self.drawn)
+            self._ids.copy_(self.drawn.tokens[: len(self._ids)].clamp(min=0))
+            return
+        from ftd.kernels.triton.sample import sample
+
+        sample(
+            logits, self._rows, memory.kept, self._mask, self.drawn, self._ids, memory.work,
+            full=full,
+        )  # fmt: skip

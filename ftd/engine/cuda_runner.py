@@ -1,31 +1,32 @@
 """Steps on the GPU: decode as captured graphs, everything else launched operation by operation.
 
-A row that asks for no more than a temperature is drawn from on the device, inside the graph; logits
-of the others are copied and drawn from as on the CPU device. One wait a step, for the tokens.
+Tokens are drawn on the device, so that the next step can be launched before they are read: one wait
+a step, for them. Where a row obeys a grammar its next mask depends on the token before; then only
+the forward pass is launched ahead, and the draws once that token is known.
+
+More sequences than the largest graph holds go in waves, each a launch of its own.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from ftd.cuda.captured import CapturedExperts
 from ftd.cuda.graphs import BATCHES, DecodeGraph, DecodeRow, batch_for
 from ftd.cuda.kv import CudaKvCache
 from ftd.cuda.residency import CudaExperts, Launch
-from ftd.cuda.sampling import draw
+from ftd.cuda.sampling import MOST_ROWS, RowSampler, SamplerMemory
 from ftd.cuda.tables import Fetched
 from ftd.engine.api import Sampling
 from ftd.engine.batch import Span, pack
-from ftd.engine.philox import uniform
+from ftd.engine.device_draws import RowDraws
 from ftd.engine.recurrence import StateMoves
 from ftd.engine.runner import Drawn, StepResult, drawing, ends_of
-from ftd.engine.sampling import Draw, Sampler, SamplingState
-from ftd.errors import EngineFailed
+from ftd.engine.sampling import SamplingState
 from ftd.model.architecture import Experts, Model
 from ftd.model.step import StepInput
 
@@ -41,6 +42,7 @@ class CudaRunner:
         capture: False where kernels cannot read the host pool: every step is then eager.
         variants: of captured steps. True: misses are divided; False: every expert is read where it
             is, which suits when all are resident.
+        most_rows: of a step that decodes.
     """
 
     def __init__(
@@ -54,11 +56,16 @@ class CudaRunner:
         *,
         capture: bool = True,
         variants: Sequence[bool] = (True, False),
+        most_rows: int = BATCHES[-1],
     ) -> None:
         self._model, self._kv, self._experts, self._device = model, kv, experts, device
         self._most_pages, self._chunk_tokens = most_pages, chunk_tokens
         self._capture, self._variants = capture, tuple(variants)
-        self.sampler = Sampler(model.spec.vocab)
+        self.memory = SamplerMemory(model.spec.vocab, device)
+        self._samplers: dict[int, RowSampler] = {}  # of steps that are not captured, by rows
+        # what each wave of a step has drawn, for a step that follows
+        shape = (len(waves_of(most_rows)), BATCHES[-1])
+        self._carried = torch.zeros(shape, dtype=torch.int64, device=device)
         self._graphs: dict[tuple[int, bool], DecodeGraph] = {}  # by rows, and whether divided
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
@@ -104,9 +111,6 @@ class CudaRunner:
             self._eager([span], [greedy], self._experts).draws()
             self._experts.abandon_step()
 
-    def routed(self, launch: Launch, log: np.ndarray, report: np.ndarray | None) -> None:
-        self._experts.routed(launch, log, report)
-
     def _new_graph(self, batch: int, divided: bool) -> DecodeGraph:
         experts = CapturedExperts(self._experts, batch, divided=divided)
 
@@ -122,7 +126,9 @@ class CudaRunner:
             self._kv.scratch_page,
             self._device,
             forward,
+            self.memory,
             experts.left,
+            in_flight=2 * len(self._carried),
         )
 
     def run(
@@ -130,35 +136,60 @@ class CudaRunner:
     ) -> StepResult:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # the engine thread's; costs nothing if it is
-        batch = batch_for(len(spans))
         decode = all(span.count == 1 and s is not None for span, s in zip(spans, sampling))
-        if decode and batch and self._graphs:
-            return self._replay(batch, spans, sampling)
+        if decode and self._graphs and len(spans) <= self._carried.numel():
+            return self._replay(spans, sampling)
         return self._eager(spans, sampling, experts)
 
     def _replay(
-        self, batch: int, spans: Sequence[Span], sampling: Sequence[SamplingState | None]
+        self, spans: Sequence[Span], sampling: Sequence[SamplingState | None]
     ) -> DecodeResult:
         states, positions = drawing(spans, sampling)
-        rows = [_row(span, state) for span, state in zip(spans, states)]
         divided = not self._experts.all_resident
         if divided not in self._variants:
             divided = not divided
-        graph, launch = self._graphs[batch, divided], self._experts.launching(divided=divided)
-        return DecodeResult(self, graph, states, positions, graph.launch(rows), launch)
+        cuts = waves_of(len(spans))
+        waves = []
+        for number, rows in enumerate(cuts):
+            draws = RowDraws(states[rows], positions[rows])
+            batch = batch_for(len(draws.states))
+            assert batch is not None, rows
+            graph, launch = self._graphs[batch, divided], self._experts.launching(divided=divided)
+            graph.launch([_row(span) for span in spans[rows]])
+            carried = self._carried[number] if len(cuts) > 1 else None
+            waves.append(Wave(graph, draws, launch, carried))
+            waves[-1].place_and_sample(self.memory)  # before another wave runs in its graph
+        return DecodeResult(self, waves)
 
     def can_follow(self, result: StepResult) -> bool:
-        return isinstance(result, DecodeResult) and result.all_rows_go_on
+        return isinstance(result, DecodeResult) and result.can_be_followed
 
     def follow(self, result: StepResult, spans: Sequence[Span | None]) -> StepResult:
-        assert isinstance(result, DecodeResult) and len(spans) == len(result.states)
-        result.followed = True
-        states = [s if span else None for s, span in zip(result.states, spans)]
-        positions = [span.begin + 1 if span else 0 for span in spans]
-        rows = [_row(span, s) if span and s else None for span, s in zip(spans, states)]
-        launch = self._experts.launching(divided=result.divided)
-        fetched = result.graph.launch(rows, following=True)
-        return DecodeResult(self, result.graph, states, positions, fetched, launch)
+        assert isinstance(result, DecodeResult)
+        result.sample()
+        waves, rest = [], list(spans)
+        for before in result.waves:
+            was = before.draws.states
+            ours, rest = rest[: len(was)], rest[len(was) :]
+            states = [state if span else None for state, span in zip(was, ours)]
+            draws = RowDraws(states, [span.begin + 1 if span else 0 for span in ours])
+            graph = before.graph
+            launch = self._experts.launching(divided=before.launch.divided)
+            if before.carried is not None:
+                graph.ids.copy_(before.carried[: graph.batch])
+            graph.launch([_row(span) if span else None for span in ours], following=True)
+            waves.append(Wave(graph, draws, launch, before.carried))
+            if not draws.constrained:
+                waves[-1].sample(self.memory)
+        assert not rest, (len(spans), [len(wave.draws.states) for wave in waves])
+        return DecodeResult(self, waves)
+
+    def take(self, wave: Wave) -> Drawn:
+        """Wait for a wave's tokens, and take in what it has used."""
+        assert wave.fetched is not None
+        block, log, *report = wave.fetched.get()
+        self._experts.routed(wave.launch, log.numpy(), report[0].numpy() if report else None)
+        return wave.draws.take(block, self.memory.vocab)
 
     @torch.no_grad()
     def _eager(
@@ -170,13 +201,29 @@ class CudaRunner:
         step = replace(packed, **tensors)
         logits = self._model.forward(step, self._kv, experts)
         states, positions = drawing(spans, sampling)
+        drawn = []
         ends = ends_of(spans, sampling)
-        drawn = None
-        if ends:
-            numbers = [_draw_with(state, p) for state, p in zip(states, positions)]
-            temperature, u = torch.tensor(numbers, dtype=torch.float64).to(self._device).unbind(1)
-            drawn = draw(logits[ends], temperature.float(), u)
-        return EagerResult(self.sampler, states, positions, drawn, logits, ends)
+        for at in range(0, len(ends), MOST_ROWS):
+            part = slice(at, at + MOST_ROWS)
+            draws = RowDraws(states[part], positions[part])
+            drawn.append((draws, self._draw(logits[ends[part]], draws)))
+        return EagerResult(drawn, logits)
+
+    def _draw(self, logits: torch.Tensor, draws: RowDraws) -> torch.Tensor:
+        """``Drawn.block`` of a launch that is not captured, in memory of its own."""
+        rows = len(draws.states)
+        sampler = self._samplers.get(rows)
+        if sampler is None:
+            sampler = self._samplers[rows] = RowSampler(rows, self.memory)
+        self.memory.place(draws.keeping())
+        sampler.launch(logits, draws.rows(self.memory))
+        return sampler.drawn.block.clone()
+
+
+def waves_of(rows: int) -> list[slice]:
+    """Rows of a step as the largest graph takes them; each gets its token in every step."""
+    most = BATCHES[-1]
+    return [slice(at, min(at + most, rows)) for at in range(0, rows, most)]
 
 
 def padded(step: StepInput, most_pages: int) -> StepInput:
@@ -209,22 +256,8 @@ def warm_up_sizes(most_tokens: int) -> list[int]:
     return [*sizes, most_tokens]
 
 
-def _draw_with(state: SamplingState, position: int) -> tuple[float, float]:
-    temperature = state.sampling.temperature
-    return temperature, uniform(state.seed, position) if temperature else 0.5
-
-
-def on_device(state: SamplingState) -> bool:
-    """The device's draw is all this row needs."""
-    s = state.sampling
-    plain = s.top_k == 0 and s.top_p >= 1 and s.min_p == 0
-    wanted = s.logprobs is None and not state.changes_logits and (plain or s.temperature == 0)
-    return wanted and state.free
-
-
-def _row(span: Span, state: SamplingState) -> DecodeRow:
-    position = span.begin + span.count
-    row = DecodeRow(span.ids[0], span.begin, span.pages, *_draw_with(state, position))
+def _row(span: Span) -> DecodeRow:
+    row = DecodeRow(span.ids[0], span.begin, span.pages)
     if span.states is None:
         return row
     source = -1 if span.states.source is None else span.states.source
@@ -232,91 +265,77 @@ def _row(span: Span, state: SamplingState) -> DecodeRow:
     return replace(row, source=source, target=target)
 
 
-class DecodeResult:
-    """A captured step.
+@dataclass(slots=True)
+class Wave:
+    """Rows of a step that one graph computes.
 
-    Args:
-        states: of each row; None: a row that is not in use.
-        launch: what the step was given.
+    Attributes:
+        carried: where its tokens are kept for a step that follows, while other waves use its graph.
+        fetched: None: it waits for the tokens before, on which a row's mask depends.
     """
 
-    def __init__(
-        self,
-        runner: CudaRunner,
-        graph: DecodeGraph,
-        states: Sequence[SamplingState | None],
-        positions: Sequence[int],
-        fetched: Fetched,
-        launch: Launch,
-    ) -> None:
-        self._runner, self.graph, self.states, self._positions = runner, graph, states, positions
-        self._fetched, self._launch = fetched, launch
-        self.followed = False  # its logits are being overwritten
+    graph: DecodeGraph
+    draws: RowDraws
+    launch: Launch
+    carried: torch.Tensor | None
+    fetched: Fetched | None = None
+
+    def place_and_sample(self, memory: SamplerMemory) -> None:
+        """All tokens before are known."""
+        memory.place(self.draws.keeping())
+        self.sample(memory)
+
+    def sample(self, memory: SamplerMemory) -> None:
+        self.fetched = self.graph.sample(self.draws.rows(memory))
+        if self.carried is not None:
+            self.carried[: self.graph.batch].copy_(self.graph.ids)
+
+
+class DecodeResult:
+    """A captured step, in its waves."""
+
+    def __init__(self, runner: CudaRunner, waves: Sequence[Wave]) -> None:
+        self._runner, self.waves = runner, waves
 
     @property
-    def divided(self) -> bool:
-        return self._launch.divided
+    def can_be_followed(self) -> bool:
+        """No row has ended, and what the next draws need is or will be on the device."""
+        if len(self.waves) > 1 and any(wave.draws.constrained for wave in self.waves):
+            return False  # draws cannot wait for masks: the next wave takes the graph's logits
+        if any(state is None for wave in self.waves for state in wave.draws.states):
+            return False
+        keeping = [state for wave in self.waves for state in wave.draws.keeping()]
+        return all(self._runner.memory.slot_of(state) is not None for state in keeping)
 
-    @property
-    def all_rows_go_on(self) -> bool:
-        """No row has ended, and none needs its logits on the host."""
-        return all(state is not None and on_device(state) for state in self.states)
+    def sample(self) -> None:
+        """Launch the draws that had to wait for the tokens before, which are known now."""
+        for wave in self.waves:
+            if wave.fetched is None:
+                wave.place_and_sample(self._runner.memory)
 
     def logits(self) -> torch.Tensor:
-        assert not self.followed
-        return self.graph.logits[: len(self.states)].cpu()
+        """None: rows that decode are the last of their sequences, and judge no prompt."""
+        return torch.empty(0, self._runner.memory.vocab)
 
     def draws(self) -> Drawn:
-        tokens, finite, log, *report = self._fetched.get()
-        self._runner.routed(self._launch, log.numpy(), report[0].numpy() if report else None)
-        drawn: Drawn = []
-        found = zip(self.states, self._positions, tokens.tolist(), finite.tolist())
-        for row, (state, position, token, is_finite) in enumerate(found):
-            if state is None:
-                continue
-            if is_finite and on_device(state):
-                state.add(token)
-                drawn.append(Draw(token))
-            elif self.followed:
-                drawn.append(EngineFailed(f"the logits at position {position} are not finite"))
-            else:
-                logits = self.graph.logits[row : row + 1].cpu()
-                drawn += self._runner.sampler.sample(logits, [state], [position])
-        return drawn
+        self.sample()
+        return [draw for wave in self.waves for draw in self._runner.take(wave)]
 
 
 class EagerResult:
     """
     Args:
-        drawn: tokens of the rows ``ends`` of ``logits``, and whether each row is finite.
+        drawn: launches of draws, and the ``Drawn.block`` of each on the device.
     """
 
     def __init__(
-        self,
-        sampler: Sampler,
-        states: Sequence[SamplingState],
-        positions: Sequence[int],
-        drawn: tuple[torch.Tensor, torch.Tensor] | None,
-        logits: torch.Tensor,
-        ends: Sequence[int],
+        self, drawn: Sequence[tuple[RowDraws, torch.Tensor]], logits: torch.Tensor
     ) -> None:
-        self._sampler, self._states, self._positions = sampler, states, positions
-        self._drawn, self._logits, self._ends = drawn, logits, ends
+        self._drawn, self._logits = drawn, logits
 
     def logits(self) -> torch.Tensor:
         return self._logits.cpu()
 
     def draws(self) -> Drawn:
-        if self._drawn is None:
-            return []
-        tokens, finite = (t.tolist() for t in self._drawn)
-        drawn: Drawn = []
-        found = zip(self._states, self._positions, tokens, finite, self._ends)
-        for state, position, token, is_finite, row in found:
-            if is_finite and on_device(state):
-                state.add(token)
-                drawn.append(Draw(token))
-            else:
-                logits = self._logits[row : row + 1].cpu()
-                drawn += self._sampler.sample(logits, [state], [position])
-        return drawn
+        vocab = self._logits.shape[1]
+        return [d for draws, block in self._drawn for d in draws.take(block.cpu(), vocab)]

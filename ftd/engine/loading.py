@@ -395,6 +395,7 @@ def _on_gpu(
         capture=capture,
         # with little memory experts are never all resident, and those graphs would only take room
         variants=(True, False) if vram.could_hold_all(plan.vram, plan.pool_bytes) else (True,),
+        most_rows=config.max_running,
     )
     undo.callback(runner.close)
     runner.warm_up(lambda done, total: log.info("graphs.captured", done=done, total=total))

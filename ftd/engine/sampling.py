@@ -53,6 +53,7 @@ class SamplingState:
         self.sampling = sampling
         self._constraint = constraint
         self._broken: Exception | None = None  # what the constraint raised
+        self.drawn = 0  # tokens so far
         self.seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         self._bias: tuple[torch.Tensor, torch.Tensor] | None = None
         if sampling.logit_bias:
@@ -76,12 +77,29 @@ class SamplingState:
             self._seen.penalise(row, self.sampling)
 
     @property
-    def free(self) -> bool:
-        """Any token may be drawn next."""
-        try:
-            return self.mask() is None
-        except ConstraintFailed:
-            return False
+    def biased(self) -> bool:
+        return self._bias is not None
+
+    @property
+    def penalised(self) -> bool:
+        return self._seen is not None
+
+    @property
+    def constrained(self) -> bool:
+        """Which tokens may be drawn next depends on the one before."""
+        return self._constraint is not None
+
+    def write_bias(self, out: torch.Tensor) -> None:
+        """What is added to the logits: [V] float32."""
+        out.zero_()
+        if self._bias is not None:
+            out.index_add_(0, *self._bias)
+
+    def write_counts(self, out: torch.Tensor) -> None:
+        """``ftd.kernels.sample.Kept.counts`` of the sequence so far: [V] int32."""
+        out.zero_()
+        if self._seen is not None:
+            self._seen.write(out)
 
     def mask(self) -> torch.Tensor | None:
         """[ceil(V / 32)] int32, bit 1: this token may be drawn next; None: any may.
@@ -103,6 +121,7 @@ class SamplingState:
 
     def add(self, token: int) -> None:
         """Take note of a token of the output."""
+        self.drawn += 1
         if self._seen is not None:
             self._seen.add(token)
         if self._constraint is not None and self._broken is None:
@@ -127,6 +146,10 @@ class _Seen:
             self._times = torch.cat([self._times, torch.zeros_like(self._times)])
         self._tokens[i] = token
         self._times[i] += 1
+
+    def write(self, out: torch.Tensor) -> None:
+        known = len(self._index)
+        out[self._tokens[:known]] = 2 * self._times[:known].int() + 1
 
     def penalise(self, row: torch.Tensor, sampling: Sampling) -> None:
         tokens, times = self._tokens[: len(self._index)], self._times[: len(self._index)]
@@ -164,7 +187,8 @@ class Sampler:
         draws: list[Draw | EngineFailed] = []
         for r, state in enumerate(states):
             if suspect[r] and not logits[r].isfinite().all():
-                draws.append(_not_finite(logits[r], positions[r]))
+                bad = int((~logits[r].isfinite()).sum())
+                draws.append(not_finite(bad, self.vocab, positions[r]))
                 continue
             try:
                 mask = state.mask()
@@ -175,7 +199,7 @@ class Sampler:
             if state.changes_logits or mask is not None or state.sampling.temperature > 0:
                 token = self._draw(logits[r], state, positions[r], mask)
             if token is None:
-                draws.append(ConstraintFailed(f"no token is allowed at position {positions[r]}"))
+                draws.append(none_allowed(positions[r]))
                 continue
             state.add(token)
             top = state.sampling.logprobs
@@ -244,9 +268,12 @@ def token_logprob(row: torch.Tensor, token: int, top: int) -> TokenLogprob:
     return TokenLogprob(token, float(row[token] - norm), tuple((i, p) for p, i in ranked))
 
 
-def _not_finite(row: torch.Tensor, position: int) -> EngineFailed:
-    bad = int((~row.isfinite()).sum())
+def not_finite(bad: int, vocab: int, position: int) -> EngineFailed:
     return EngineFailed(
-        f"{bad} of the model's {len(row)} logits at position {position} are not finite",
+        f"{bad} of the model's {vocab} logits at position {position} are not finite",
         hint="the weights may be damaged; other requests are not affected",
     )
+
+
+def none_allowed(position: int) -> ConstraintFailed:
+    return ConstraintFailed(f"no token is allowed at position {position}")

@@ -100,9 +100,9 @@ def _largest(best, b, NB, NBP: tl.constexpr):
     return tl.max(tl.load(best + b * NB + j, mask=j < NB, other=LEAST), axis=0)
 
 
-@triton.jit(do_not_specialize=["B"])
+@triton.jit(do_not_specialize=["R"])
 def _adjust_kernel(
-    logits, floats, ints, counts, bias, mask, x_out, best, bad, sums, B, V, NB, W,
+    logits, floats, ints, counts, bias, mask, x_out, best, bad, sums, R, V, NB, W,
     FULL: tl.constexpr, BIASED: tl.constexpr, PENALISED: tl.constexpr, MASKED: tl.constexpr,
     LOGPROBS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -114,8 +114,8 @@ def _adjust_kernel(
     finite = tl.abs(x) < float("inf")  # not so for NaN
     tl.store(bad + b * NB + j, tl.sum((inside & (finite == 0)).to(tl.int32), axis=0))
     if FULL:
-        slot = tl.load(ints + B + b).to(tl.int64) * V
-        flags = tl.load(ints + 2 * B + b)
+        slot = tl.load(ints + R + b).to(tl.int64) * V
+        flags = tl.load(ints + 2 * R + b)
         if flags & LOGPROBS:
             most = tl.max(x, axis=0)
             tl.store(sums + (b * NB + j) * 2, most)
@@ -125,10 +125,10 @@ def _adjust_kernel(
         if flags & PENALISED:
             count = tl.load(counts + slot + v, mask=inside, other=0)
             times = (count >> 1).to(tl.float32)
-            repetition = tl.load(floats + 4 * B + b)
-            once = tl.where(times > 0, tl.load(floats + 2 * B + b), 0.0)
+            repetition = tl.load(floats + 4 * R + b)
+            once = tl.where(times > 0, tl.load(floats + 2 * R + b), 0.0)
             away = tl.where(x > 0, tl.div_rn(x, repetition + tl.zeros_like(x)), x * repetition)
-            x = tl.where(count > 0, away, x) - (once + tl.load(floats + 3 * B + b) * times)
+            x = tl.where(count > 0, away, x) - (once + tl.load(floats + 3 * R + b) * times)
         if flags & MASKED:
             word = tl.load(mask + b * W + v // 32, mask=inside, other=0)
             x = tl.where((word >> (v % 32)) & 1 != 0, x, float("-inf"))
@@ -139,7 +139,7 @@ def _adjust_kernel(
 
 @triton.jit
 def _narrowed(
-    measures, known, doubles, ints, b, B, NB, number,
+    measures, known, doubles, ints, b, R, NB, number,
     BY_K: tl.constexpr, PASSES: tl.constexpr, NBP: tl.constexpr,
 ):  # fmt: skip
     """The bits of the smallest kept x as far as they are known after pass ``number``."""
@@ -151,15 +151,15 @@ def _narrowed(
         enough = reached >= tl.load(ints + b).to(tl.int64)
     else:
         whole = tl.sum(tl.where(d == 15, reached, 0), axis=0)
-        enough = reached.to(tl.float64) >= tl.load(doubles + B + b) * whole.to(tl.float64)
+        enough = reached.to(tl.float64) >= tl.load(doubles + R + b) * whole.to(tl.float64)
     digit = tl.sum(((d < 15) & (enough == 0)).to(tl.int32), axis=0)
     before = tl.load(known + b * (2 * PASSES + 2) + number)
     return before | (digit << (4 * (PASSES - 1 - number % PASSES)))
 
 
-@triton.jit(do_not_specialize=["B", "number"])
+@triton.jit(do_not_specialize=["R", "number"])
 def _narrow_kernel(
-    x_ptr, best, doubles, floats, ints, measures, known, B, V, NB, number,
+    x_ptr, best, doubles, floats, ints, measures, known, R, V, NB, number,
     BY_K: tl.constexpr, FIRST: tl.constexpr, PASSES: tl.constexpr, NBP: tl.constexpr,
     PART: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -186,17 +186,17 @@ def _narrow_kernel(
         if FIRST:
             if by_k:
                 least_of_k = _narrowed(
-                    measures, known, doubles, ints, b, B, NB, number - 1, True, PASSES, NBP
+                    measures, known, doubles, ints, b, R, NB, number - 1, True, PASSES, NBP
                 )
             if j == 0:
                 tl.store(mine + 2 * PASSES, least_of_k)
         else:
             least_of_k = tl.load(mine + 2 * PASSES)
-        if tl.load(doubles + B + b) >= 1:
+        if tl.load(doubles + R + b) >= 1:
             return
     bits = 0
     if not FIRST:
-        bits = _narrowed(measures, known, doubles, ints, b, B, NB, number - 1, BY_K, PASSES, NBP)
+        bits = _narrowed(measures, known, doubles, ints, b, R, NB, number - 1, BY_K, PASSES, NBP)
     if j == 0:
         tl.store(mine + number, bits)
     shift = 4 * (PASSES - 1 - number % PASSES)
@@ -218,9 +218,9 @@ def _narrow_kernel(
     tl.store(measures + ((b * 2 + number % 2) * NB + j) * 16 + d, reached)
 
 
-@triton.jit(do_not_specialize=["B"])
+@triton.jit(do_not_specialize=["R"])
 def _mass_kernel(
-    x_ptr, best, doubles, floats, ints, measures, known, mass, B, V, NB,
+    x_ptr, best, doubles, floats, ints, measures, known, mass, R, V, NB,
     FULL: tl.constexpr, PASSES: tl.constexpr, NBP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     b, j = tl.program_id(0), tl.program_id(1)
@@ -231,11 +231,11 @@ def _mass_kernel(
     x = tl.load(x_ptr + b.to(tl.int64) * V + v, mask=v < V, other=float("-inf"))
     if FULL:
         mine = known + b * (2 * PASSES + 2)
-        least = tl.minimum(tl.load(mine + 2 * PASSES), _bits(tl.load(floats + B + b)))
-        if tl.load(doubles + B + b) < 1:
+        least = tl.minimum(tl.load(mine + 2 * PASSES), _bits(tl.load(floats + R + b)))
+        if tl.load(doubles + R + b) < 1:
             last = 2 * PASSES - 1
             least = tl.minimum(
-                least, _narrowed(measures, known, doubles, ints, b, B, NB, last, False, PASSES, NBP)
+                least, _narrowed(measures, known, doubles, ints, b, R, NB, last, False, PASSES, NBP)
             )
         if j == 0:
             tl.store(mine + 2 * PASSES + 1, least)
@@ -246,9 +246,9 @@ def _mass_kernel(
     tl.store(mass + b * NB + j, tl.sum(units, axis=0))
 
 
-@triton.jit(do_not_specialize=["B"])
+@triton.jit(do_not_specialize=["R"])
 def _pick_kernel(
-    x_ptr, best, bad, doubles, floats, ints, counts, known, mass, tokens, bad_out, ids, B, V, NB,
+    x_ptr, best, bad, doubles, floats, ints, counts, known, mass, tokens, bad_out, ids, R, V, NB,
     FULL: tl.constexpr, PENALISED: tl.constexpr, PASSES: tl.constexpr, NBP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -278,20 +278,20 @@ def _pick_kernel(
     token = tl.minimum(tl.maximum(token, 0), V - 1)  # of a row that is not finite: whatever
     tl.store(ids + b, token.to(tl.int64))
     if FULL:
-        if tl.load(ints + 2 * B + b) & PENALISED:
-            count = counts + tl.load(ints + B + b).to(tl.int64) * V + token
+        if tl.load(ints + 2 * R + b) & PENALISED:
+            count = counts + tl.load(ints + R + b).to(tl.int64) * V + token
             tl.store(count, tl.load(count) + 2)
         token = tl.where(tl.abs(_value(most)) < float("inf"), token, -1)
     tl.store(tokens + b, token.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["B"])
+@triton.jit(do_not_specialize=["R"])
 def _rank_kernel(
-    logits, ints, ranked, B, V, NB,
+    logits, ints, ranked, R, V, NB,
     LOGPROBS: tl.constexpr, MOST: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     b, j = tl.program_id(0), tl.program_id(1)
-    if tl.load(ints + 2 * B + b) & LOGPROBS == 0:
+    if tl.load(ints + 2 * R + b) & LOGPROBS == 0:
         return
     v = j * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + b.to(tl.int64) * V + v, mask=v < V, other=float("-inf"))
@@ -310,13 +310,13 @@ def _best(order, MOST: tl.constexpr, TOP: tl.constexpr):
     return found
 
 
-@triton.jit(do_not_specialize=["B"])
+@triton.jit(do_not_specialize=["R"])
 def _logprobs_kernel(
-    logits, ints, sums, ranked, tokens, logprob, top, top_logprobs, B, V, NB,
+    logits, ints, sums, ranked, tokens, logprob, top, top_logprobs, R, V, NB,
     LOGPROBS: tl.constexpr, MOST: tl.constexpr, TOP: tl.constexpr, NBP: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
-    if tl.load(ints + 2 * B + b) & LOGPROBS == 0:
+    if tl.load(ints + 2 * R + b) & LOGPROBS == 0:
         return
     j = tl.arange(0, NBP)
     most = tl.load(sums + (b * NB + j) * 2, mask=j < NB, other=float("-inf"))
@@ -345,7 +345,7 @@ def sample(
     full: bool,  # False: no row needs more than a temperature
 ) -> None:
     """``sample_ref`` as 3 launches, or 21 if ``full``."""
-    B, V = logits.shape
+    B, V, R = *logits.shape, rows.padded
     assert logits.is_contiguous() and logits.dtype == torch.float32, (logits.stride(), logits.dtype)
     assert len(work.x) >= B and work.x.shape[1] == V, (logits.shape, work.x.shape)
     NB = work.blocks
@@ -354,7 +354,7 @@ def sample(
     common = {"NBP": power_of_2(NB), "BLOCK": BLOCK, "enable_fp_fusion": False}
     _adjust_kernel[grid](
         logits, floats, ints, kept.counts, kept.bias, mask, work.x, work.best, work.bad, work.sums,
-        B, V, NB, mask_words(V),
+        R, V, NB, mask_words(V),
         FULL=full, **FLAGS, BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     x = logits
@@ -362,26 +362,26 @@ def sample(
         x = work.x
         for number in range(2 * PASSES):
             _narrow_kernel[grid](
-                x, work.best, doubles, floats, ints, work.measures, work.known, B, V, NB, number,
+                x, work.best, doubles, floats, ints, work.measures, work.known, R, V, NB, number,
                 BY_K=number < PASSES, FIRST=number % PASSES == 0, PASSES=PASSES, PART=PART,
                 num_warps=8, **common,
             )  # fmt: skip
     _mass_kernel[grid](
-        x, work.best, doubles, floats, ints, work.measures, work.known, work.mass, B, V, NB,
+        x, work.best, doubles, floats, ints, work.measures, work.known, work.mass, R, V, NB,
         FULL=full, PASSES=PASSES, num_warps=8, **common,
     )  # fmt: skip
     _pick_kernel[(B,)](
         x, work.best, work.bad, doubles, floats, ints, kept.counts, work.known, work.mass,
-        out.tokens, out.bad, ids, B, V, NB,
+        out.tokens, out.bad, ids, R, V, NB,
         FULL=full, PENALISED=PENALISED, PASSES=PASSES, num_warps=8, **common,
     )  # fmt: skip
     if full:
         _rank_kernel[grid](
-            logits, ints, work.ranked, B, V, NB,
+            logits, ints, work.ranked, R, V, NB,
             LOGPROBS=LOGPROBS, MOST=MOST_TOP, TOP=TOP, BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
         _logprobs_kernel[(B,)](
             logits, ints, work.sums, work.ranked, out.tokens, out.logprob, out.top,
-            out.top_logprobs, B, V, NB,
+            out.top_logprobs, R, V, NB,
             LOGPROBS=LOGPROBS, MOST=MOST_TOP, TOP=TOP, NBP=power_of_2(NB), num_warps=8,
         )  # fmt: skip

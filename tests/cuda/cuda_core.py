@@ -97,6 +97,7 @@ def cuda_core(
             -(-plan.context_tokens // plan.page_tokens),
             plan.prefill_chunk,
             capture=pinned,
+            most_rows=config.max_running,
         )
         runner.warm_up(lambda done, total: None)
         core = EngineCore(

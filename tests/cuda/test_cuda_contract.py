@@ -9,6 +9,7 @@ import ctypes
 
 import numpy as np
 import pytest
+from asking import asking
 from cuda_core import cuda_core
 from driving import answer_all, answer_alone, comparable, engine_core, request
 from test_constrained_rows import AFTER, Cycle, prompt
@@ -112,6 +113,27 @@ def test_rows_that_end_one_after_another(alone):
     with cuda_core(MODEL, slots=9, max_running=8) as core:
         answers = comparable(answer_all(core, greedy))
     assert answers == {name: alone[name] for name in answers}
+
+
+@pytest.mark.parametrize(("count", "held"), [(1, False), (8, True), (8, False), (17, False)])
+def test_anything_asked_of_a_token_is_drawn_ahead(count, held):
+    """Penalties, biases, masks, logprobs; and more rows than the largest graph holds."""
+    with engine_core(MODEL, max_running=count) as core:
+        wanted = comparable(answer_all(core, asking(count, held=held)))
+    with cuda_core(MODEL, slots=9, max_running=count) as core:
+        follow, followed = core.runner.follow, []
+        core.runner.follow = lambda *of: followed.append(1) or follow(*of)
+        assert comparable(answer_all(core, asking(count, held=held))) == wanted
+    assert len(followed) >= 14, "rows end at three lengths, and each end makes the batch anew"
+
+
+@pytest.mark.parametrize(("count", "held"), [(11, True), (30, False)])
+def test_waves_that_are_not_launched_ahead(count, held):
+    """Rows held to a grammar, whose draws cannot wait for a mask; and more than slots for counts."""
+    with engine_core(MODEL, max_running=count) as core:
+        wanted = comparable(answer_all(core, asking(count, held=held, tokens=6)))
+    with cuda_core(MODEL, slots=9, max_running=count) as core:
+        assert comparable(answer_all(core, asking(count, held=held, tokens=6))) == wanted
 
 
 def test_rows_that_are_held_now_and_then_are_drawn_from_what_was_launched_ahead():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -14,13 +11,9 @@ from ftd.cuda import pinned
 from ftd.cuda.device import choose_gpu, look_for_gpu
 from ftd.cuda.graphs import BATCHES, DecodeInput, DecodeRow, batch_for, fill_pages
 from ftd.cuda.memory import DeviceMemory
-from ftd.cuda.sampling import draw
 from ftd.cuda.tables import Download, Upload
-from ftd.engine.api import Sampling
 from ftd.engine.batch import Span, pack
-from ftd.engine.cuda_runner import on_device, padded, warm_up_sizes
-from ftd.engine.philox import uniform
-from ftd.engine.sampling import Sampler, SamplingState
+from ftd.engine.cuda_runner import padded, warm_up_sizes, waves_of
 from ftd.errors import BudgetExceeded, ConfigError
 from ftd.experts.host_pool import HostPool
 from ftd.kernels.formats import FORMATS, expert_layout
@@ -33,12 +26,17 @@ def test_the_smallest_graph_that_holds_the_rows():
     assert max(BATCHES) == 8
 
 
+def test_more_rows_than_the_largest_graph_holds_go_in_waves():
+    cuts = [[range(40)[rows] for rows in waves_of(n)] for n in (1, 8, 9, 20)]
+    assert [[len(wave) for wave in waves] for waves in cuts] == [[1], [8], [8, 1], [8, 8, 4]]
+    assert [i for wave in cuts[-1] for i in wave] == list(range(20))
+
+
 def test_rows_not_in_use_have_position_minus_one():
     block = DecodeInput(4)
-    block.fill([DecodeRow(7, 30, [1, 2], 0.5, 0.25), None, DecodeRow(9, 0, [5], 0.0, 0.5)])
+    block.fill([DecodeRow(7, 30, [1, 2]), None, DecodeRow(9, 0, [5])])
     assert block.position.tolist() == [30, -1, 0, -1]
     assert block.ids[0] == 7 and block.ids[2] == 9
-    assert block.numbers[:, 0].tolist() == [0.5, 0.25]
     block.fill([None])
     assert block.position.tolist() == [-1] * 4
 
@@ -46,17 +44,17 @@ def test_rows_not_in_use_have_position_minus_one():
 def test_the_part_without_ids_leaves_them():
     host, device = DecodeInput(2), DecodeInput(2)
     device.ids[:] = torch.tensor([11, 12])
-    host.fill([DecodeRow(1, 5, [0], 1.0, 0.1), DecodeRow(2, 6, [0], 1.0, 0.2)])
+    host.fill([DecodeRow(1, 5, [0]), DecodeRow(2, 6, [0])])
     device.without_ids.copy_(host.without_ids)
     assert device.ids.tolist() == [11, 12] and device.position.tolist() == [5, 6]
 
 
 def test_page_tables_are_sent_when_they_change():
     table = torch.zeros(2, 4, dtype=torch.int32)
-    rows = [DecodeRow(0, 0, [3, 1], 0.0, 0.5), None]
+    rows = [DecodeRow(0, 0, [3, 1]), None]
     assert fill_pages(table, rows) and not fill_pages(table, rows)
     assert table.tolist() == [[3, 1, 0, 0], [0] * 4]
-    assert fill_pages(table, [DecodeRow(0, 0, [3, 1, 2], 0.0, 0.5)])
+    assert fill_pages(table, [DecodeRow(0, 0, [3, 1, 2])])
 
 
 @given(
@@ -82,47 +80,6 @@ def test_padding_repeats_the_last_row(counts, begin):
 def test_sizes_to_warm_up_with():
     assert warm_up_sizes(300) == [16, 32, 64, 128, 256, 300]
     assert warm_up_sizes(16) == [16] and warm_up_sizes(5) == [5]
-
-
-@given(seed=st.integers(0, 2**64 - 1), position=st.integers(0, 10_000))
-def test_the_device_draws_what_the_sampler_draws(seed, position):
-    logits = torch.randn(3, 400, generator=torch.Generator().manual_seed(position)) * 3
-    states = [SamplingState(Sampling(temperature=t, seed=seed), ()) for t in (0.0, 0.7, 1.3)]
-    wanted = [d.token for d in Sampler(400).sample(logits, states, [position] * 3)]
-    temperature = torch.tensor([0.0, 0.7, 1.3])
-    u = torch.full((3,), uniform(seed, position), dtype=torch.float64)
-    tokens, finite = draw(logits, temperature, u)
-    assert tokens.tolist() == wanted and finite.all()
-
-
-def test_rows_that_are_not_finite_are_told():
-    logits = torch.zeros(2, 5)
-    logits[1, 3] = float("nan")
-    _, finite = draw(logits, torch.zeros(2), torch.full((2,), 0.5, dtype=torch.float64))
-    assert finite.tolist() == [True, False]
-
-
-@pytest.mark.parametrize(
-    ("changes", "suits"),
-    [
-        ({}, True),
-        ({"temperature": 0.0, "top_p": 0.5}, True),
-        ({"top_p": 0.9}, False),
-        ({"top_k": 5}, False),
-        ({"min_p": 0.1}, False),
-        ({"logprobs": 0}, False),
-        ({"repetition_penalty": 1.1}, False),
-        ({"logit_bias": ((1, 2.0),)}, False),
-    ],
-)
-def test_rows_that_the_device_can_draw(changes, suits):
-    assert on_device(SamplingState(Sampling(**changes), (1, 2))) is suits
-
-
-@pytest.mark.parametrize(("mask", "suits"), [(None, True), (torch.zeros(1), False)])
-def test_the_device_draws_only_where_anything_may_come(mask, suits):
-    constraint = SimpleNamespace(mask=lambda: mask, accept=lambda token: None)
-    assert on_device(SamplingState(Sampling(), (), constraint)) is suits
 
 
 def test_uploads_and_downloads_do_not_share_memory_with_their_source():
@@ -185,10 +142,3 @@ def test_no_gpu_is_a_reason_for_auto_and_an_error_for_cuda():
     with pytest.raises(ConfigError, match="--device cuda:1: torch") as e:
         choose_gpu("cuda:1")
     assert "--device cpu" in e.value.hint
-
-
-def test_the_draw_of_a_padded_batch_ignores_neighbours():
-    logits = torch.randn(4, 50)
-    u = torch.tensor([0.3, 0.9, 0.1, 0.5], dtype=torch.float64)
-    alone = draw(logits[:1], torch.ones(1), u[:1])[0]
-    assert np.array_equal(draw(logits, torch.ones(4), u)[0][:1], alone)
