@@ -129,7 +129,7 @@ def test_anything_asked_of_a_token_is_drawn_ahead(count, held):
 
 @pytest.mark.parametrize(("count", "held"), [(11, True), (30, False)])
 def test_waves_that_are_not_launched_ahead(count, held):
-    """Rows held to a grammar, whose draws cannot wait for a mask; and more than slots for counts."""
+    """Rows held to a grammar, whose draws cannot wait; and more than there are slots for counts."""
     with engine_core(MODEL, max_running=count) as core:
         wanted = comparable(answer_all(core, asking(count, held=held, tokens=6)))
     with cuda_core(MODEL, slots=9, max_running=count) as core:

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from asking import asking
 from cuda_core import cuda_core
 from driving import Answer, answer_all, check_pages, comparable, engine_core
 from measuring import measured_while_serving
@@ -157,3 +158,27 @@ def test_memory_comes_and_goes_under_captured_steps(model, tokens):
         assert core.runner._graphs == graphs, "captured again"
     assert {name: answer.tokens for name, answer in answers.items()} == tokens
     assert most_free - least_free > 0.9 * (40_000 - 40) * core.kv.page_bytes
+
+
+@pytest.mark.parametrize(("count", "held"), [(1, False), (8, True), (17, False)])
+def test_anything_asked_of_a_token_is_drawn_as_on_the_cpu(count, held):
+    """Penalties, biases, masks, logprobs; launched ahead, and in waves."""
+    from ftd.kernels.triton.ops import CudaOps
+
+    model = ORACLES / "qwen3_moe"
+    with engine_core(model, device="cpu", max_running=count) as core:
+        wanted = answer_all(core, asking(count, held=held))
+    with cuda_core(
+        model, slots=9, ops=CudaOps(), device="cuda:0", max_running=count
+    ) as core:  # fmt: skip
+        follow, followed = core.runner.follow, []
+        core.runner.follow = lambda *of: followed.append(1) or follow(*of)
+        answers = answer_all(core, asking(count, held=held))
+    assert len(followed) >= 14
+    assert {name: a.tokens for name, a in answers.items()} == {
+        name: a.tokens for name, a in wanted.items()
+    }
+    for name, answer in answers.items():
+        for mine, theirs in zip(answer.logprobs, wanted[name].logprobs, strict=True):
+            assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-3)
+            assert [p for _, p in mine.top] == pytest.approx([p for _, p in theirs.top], abs=1e-3)
