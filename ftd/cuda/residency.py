@@ -102,7 +102,9 @@ class CudaExperts:
         self._table_of_pass = Upload(torch.from_numpy(self._host[0]).to(device, copy=True))
         record = layout.record_bytes
         self._slots = memory.reserve(self._moe_experts * record, num_slots * record)
-        self._staging = memory.reserve(max(1, num_staging) * record, num_staging * record)
+        most = max(num_staging, self.num_experts)
+        self._staging = memory.reserve(most * record, num_staging * record)
+        self._elastic = memory.elastic
         self._num_staging = num_staging
         self._staged = Marker(device)  # the last layer that read the staging area
         self._records = self._host_records()
@@ -343,15 +345,20 @@ class CudaExperts:
             self._publish()
         self._begin_step()
 
-    def resize(self, num_slots: int) -> Resized:
+    def resize(self, num_slots: int, num_staging: int | None = None) -> Resized:
         """Change the number of slots, with no step in flight. Nothing is read from the host pool.
 
+        Args:
+            num_staging: records of the staging area from now on; None: as it is.
         Raises:
             BudgetExceeded: the GPU has no more memory, or kernels cannot read what would have no
                 slot; nothing has changed then.
         """
         assert not self._num_tokens, "a step is running"
-        if not self.pinned and self._num_staging == 0 and num_slots < self._moe_experts:
+        staging = self._num_staging
+        if num_staging is not None and self._elastic:
+            staging = num_staging
+        if not self.pinned and staging == 0 and num_slots < self._moe_experts:
             raise BudgetExceeded(
                 f"{num_slots} of {self._moe_experts} experts would have slots, and kernels cannot "
                 "read the others: the host pool is not registered",
@@ -361,6 +368,8 @@ class CudaExperts:
         if self._copies is not None:
             torch.cuda.synchronize(self._device)  # fills write slots, and steps read them
         landed = self._land()
+        if staging < self._num_staging:
+            self._resize_staging(staging)
         if num_slots > were:
             self._slots.resize(num_slots * size)  # may be refused
             self._slot_bytes = self._slots.bytes()
@@ -376,6 +385,8 @@ class CudaExperts:
                 torch.cuda.synchronize(self._device)  # moved, and the table names no old place
             self._slots.resize(num_slots * size)
             self._slot_bytes = self._slots.bytes()
+        if staging > self._num_staging:
+            self._resize_staging(staging)
         self._step = replace(self._step, evicted=len(resized.evicted))
         self._plan = self._decide(np.zeros(self._host.shape, bool), 0)
         if not self.all_resident:
@@ -383,6 +394,11 @@ class CudaExperts:
         self._count(landed)
         self._begin_step()
         return resized
+
+    def _resize_staging(self, num_records: int) -> None:
+        self._staging.resize(num_records * self._layout.record_bytes)
+        self._staging_bytes = self._staging.bytes()
+        self._num_staging = num_records
 
     def _slot_address(self, slot: int) -> int:
         return self._slots.address + slot * self._layout.record_bytes

@@ -32,30 +32,34 @@ class Resizing:
     paused_s: float
 
 
-def resize(core: EngineCore, num_pages: int, num_slots: int) -> Resizing:
+def resize(
+    core: EngineCore, num_pages: int, num_slots: int, num_staging: int | None = None
+) -> Resizing:
     """Change both numbers, on the engine thread with nothing in flight.
 
+    Args:
+        num_staging: records of experts on their way to a GPU; None: as many as there are.
     Raises:
         BudgetExceeded: a request is under way that is longer than the new pool; nothing changed.
     """
     _refuse_too_small(core, num_pages)
     try:
-        return _resize(core, num_pages, num_slots)
+        return _resize(core, num_pages, num_slots, num_staging)
     finally:
         core.kv.trim()
 
 
-def _resize(core: EngineCore, num_pages: int, num_slots: int) -> Resizing:
+def _resize(core: EngineCore, num_pages: int, num_slots: int, num_staging: int | None) -> Resizing:
     began_s = time.monotonic()
     pages_were, slots_were = core.pages.num_pages, core.experts.counters().slots_total
     experts_evicted = 0
     if num_slots < slots_were:
-        experts_evicted = len(core.experts.resize(num_slots).evicted)
+        experts_evicted = len(core.experts.resize(num_slots, num_staging).evicted)
     preempted = evicted = moved = 0
     if num_pages != pages_were:
         preempted, evicted, moved = _resize_pages(core, num_pages)
     if num_slots > slots_were:
-        core.experts.resize(num_slots)
+        core.experts.resize(num_slots, num_staging)
     return Resizing(
         num_pages,
         pages_were,

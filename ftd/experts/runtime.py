@@ -231,11 +231,13 @@ class ExpertRuntime:
             self._count(_Step(self._step.uses), 0, self._step.evicted)
             self._begin_step()
 
-    def resize(self, num_slots: int) -> Resized:
+    def resize(self, num_slots: int, num_staging: int | None = None) -> Resized:
         """Change the number of slots, at a safe point. No record is read from the host pool again.
 
         Growing keeps what is resident; shrinking keeps the most valuable that fit.
 
+        Args:
+            num_staging: nothing has to be brought anywhere first on the CPU device.
         Raises:
             BudgetExceeded: the system does not grant the address space.
         """

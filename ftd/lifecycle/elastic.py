@@ -27,6 +27,7 @@ from ftd.memory.balance import Demand, LastMove, Limits, Sizes, next_sizes, room
 from ftd.memory.budget import Bounds, Planner, plan_change, settings_for
 from ftd.memory.change import Change
 from ftd.memory.plan import MIN_CONTEXT_TOKENS, MemoryPlan
+from ftd.memory.vram import staging_beside
 from ftd.memory.yielding import Calm, next_budget
 from ftd.units import Amount
 
@@ -146,14 +147,24 @@ class ElasticMemory:
         elif config.vram:
             budget = config.vram.of(plan.most_vram_bytes)
         least = MIN_CONTEXT_TOKENS if config.context == "auto" else config.context
+        staging_bytes = self._staging_to_come(plan) * plan.record_bytes
         return Limits(
             budget_bytes=budget,
             page_bytes=plan.page_bytes,
             record_bytes=plan.record_bytes,
             least_pages=-(-least // plan.page_tokens),
-            most_pages=min(self._most_pages, budget // plan.page_bytes),
+            most_pages=min(self._most_pages, (budget - staging_bytes) // plan.page_bytes),
             most_slots=plan.num_experts,
+            staging_bytes=staging_bytes,
         )
+
+    def _staging_to_come(self, plan: MemoryPlan) -> int:
+        """Records of the staging area that a plan has none of, since all experts have slots."""
+        if plan.vram is None or plan.vram.staging_records:
+            return 0
+        moe_layers = len(self._prepared.spec.moe_layers)
+        per_layer = plan.num_experts // moe_layers
+        return staging_beside(plan.slots_bytes, plan.record_bytes, per_layer)
 
     def _as_it_is(self, plan: MemoryPlan, shared: Limits, longest_tokens: int) -> MemoryPlan:
         """Present sizes as far as the budget goes: what they should be is seen while serving."""
@@ -161,7 +172,7 @@ class ElasticMemory:
         pages = max(status.pages_total, longest_tokens // plan.page_tokens + 1, shared.least_pages)
         pages = min(pages, shared.most_pages)
         left = shared.budget_bytes - pages * shared.page_bytes
-        return plan.resized(pages, min(status.slots_total, left // shared.record_bytes))
+        return plan.resized(pages, min(status.slots_total, shared.slots_in(left)))
 
     async def _carry_out(self, plan: MemoryPlan, shared: Limits | None) -> BudgetDone:
         before, engine = self._engine.limits, self._engine
@@ -179,10 +190,10 @@ class ElasticMemory:
         )
 
         def change(core: EngineCore) -> Resizing:
-            done = resize(core, plan.num_pages, plan.num_slots)
+            done = resize(core, plan.num_pages, plan.num_slots, staging(plan, shared))
             core.most_pages = shared.most_pages if shared else 0
             if shared:
-                core.make_room = lambda pages: _make_room(core, pages, shared)
+                core.make_room = lambda pages: _make_room(core, pages, plan, shared)
             return done
 
         try:
@@ -211,8 +222,9 @@ class ElasticMemory:
             found = next_sizes(sizes, self.shared, demand, self._last, seen.at_s)
             if found is None:
                 return None
+            staged = staging(self._plan.resized(found.pages, found.slots), self.shared)
             done: Resizing = await self._engine.at_safe_point(
-                lambda core: resize(core, found.pages, found.slots)
+                lambda core: resize(core, found.pages, found.slots, staged)
             )
             self._last = LastMove(seen.at_s, found.pages > sizes.pages)
             return _told(done, self._plan.page_tokens)
@@ -252,11 +264,18 @@ def demand_between(before: Observed, now: Observed, plan: MemoryPlan) -> Demand:
     )
 
 
-def _make_room(core: EngineCore, pages: int, shared: Limits) -> None:
+def staging(plan: MemoryPlan, shared: Limits | None) -> int:
+    """Records of the staging area with the plan's slots."""
+    planned = plan.vram.staging_records if plan.vram else 0
+    more = shared.staging_of(plan.num_slots) if shared else 0
+    return planned + more // plan.record_bytes
+
+
+def _make_room(core: EngineCore, pages: int, plan: MemoryPlan, shared: Limits) -> None:
     """On the engine thread, between two steps: a sequence needs more pages than there are."""
     sizes = Sizes(core.pages.num_pages, core.experts.counters().slots_total)
     found = room_for(pages + AHEAD_PAGES, sizes, shared)
-    resize(core, found.pages, found.slots)
+    resize(core, found.pages, found.slots, staging(plan.resized(found.pages, found.slots), shared))
     log.info("budget.made_room", pages=found.pages, slots=found.slots, slots_were=sizes.slots)
 
 

@@ -43,9 +43,20 @@ class Limits:
     least_pages: int  # for the context that was promised
     most_pages: int
     most_slots: int
+    staging_bytes: int = 0  # needed beside the slots as soon as an expert has none
 
     def bytes_of(self, sizes: Sizes) -> int:
-        return sizes.pages * self.page_bytes + sizes.slots * self.record_bytes
+        experts = sizes.slots * self.record_bytes + self.staging_of(sizes.slots)
+        return sizes.pages * self.page_bytes + experts
+
+    def staging_of(self, slots: int) -> int:
+        return self.staging_bytes if slots < self.most_slots else 0
+
+    def slots_in(self, num_bytes: int) -> int:
+        """The most slots, with what they need beside them."""
+        if num_bytes >= self.most_slots * self.record_bytes:
+            return self.most_slots
+        return max(0, (num_bytes - self.staging_bytes) // self.record_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,14 +160,13 @@ def room_for(pages: int, sizes: Sizes, limits: Limits) -> Sizes:
     """At least ``pages``, at the cost of slots; fewer only where the budget ends."""
     pages = min(max(pages, sizes.pages), limits.most_pages)
     left = limits.budget_bytes - pages * limits.page_bytes
-    return Sizes(pages, min(sizes.slots, max(0, left // limits.record_bytes)))
+    return Sizes(pages, min(sizes.slots, limits.slots_in(left)))
 
 
 def _more_pages(sizes: Sizes, limits: Limits, piece_bytes: float) -> Sizes | None:
-    room = limits.budget_bytes - limits.bytes_of(sizes)
     wanted = max(1, int(piece_bytes // limits.page_bytes))
-    most = (room + sizes.slots * limits.record_bytes) // limits.page_bytes
-    pages = sizes.pages + min(wanted, most, limits.most_pages - sizes.pages)
+    most = (limits.budget_bytes - limits.staging_bytes) // limits.page_bytes
+    pages = min(sizes.pages + wanted, most, limits.most_pages)
     return room_for(pages, sizes, limits) if pages > sizes.pages else None
 
 

@@ -146,6 +146,11 @@ def _refuse(config: Config, budget: int, fixed: int, kv: int, slots: int) -> NoR
     )
 
 
+def staging_beside(slots_bytes: int, record_bytes: int, experts_per_layer: int) -> int:
+    """Records of a staging area that comes out of what slots have, once experts leave theirs."""
+    return min(experts_per_layer, int(STAGING_SHARE * slots_bytes) // record_bytes)
+
+
 def could_hold_all(plan: VramPlan, pool_bytes: int) -> bool:
     """Whether a larger budget could give every expert a slot."""
     others = plan.total_bytes - plan.slots_bytes - plan.staging_bytes

@@ -171,3 +171,29 @@ def test_tokens_are_equal_while_device_memory_comes_and_goes(alone, seed):
         assert moved
     assert comparable(answers) == alone
     assert cu.created_bytes == 0
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_experts_that_leave_leave_a_staging_area(alone, pinned):
+    greedy = [one for one in requests() if one.sampling.temperature == 0]
+    cu = FakeDriver(2**28)
+    with cuda_core(
+        MODEL, slots=32, staging=0, num_pages=40, max_running=4, cu=cu, pinned=pinned
+    ) as core:
+        record = core.experts._layout.record_bytes
+        before = cu.created_bytes
+        if not pinned:
+            with pytest.raises(BudgetExceeded, match="not registered"):
+                resize(core, 40, 9)
+        resize(core, 40, 9, 5)
+        assert before - cu.created_bytes > (32 - 9 - 5) * record - 3 * CHUNK
+        answers = {one.request_id: Answer() for one in greedy}
+        for one in greedy:
+            core.add(one)
+        while core.has_work():
+            for output in core.step():
+                answers[output.request_id].take(output)
+        assert comparable(answers) == {name: alone[name] for name in answers}
+        assert core.status().expert_misses
+        resize(core, 40, 32, 0)
+        assert abs(cu.created_bytes - before) <= CHUNK

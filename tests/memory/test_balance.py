@@ -59,8 +59,10 @@ rates = st.floats(0, 1e4)
 def test_bounds_hold_for_any_demand(data):
     bounds = limits(data.draw(st.integers(16, 8192)), data.draw(st.integers(0, 900)))
     pages = data.draw(st.integers(8, bounds.budget_bytes // bounds.page_bytes))
-    most = (bounds.budget_bytes - pages * bounds.page_bytes) // bounds.record_bytes
-    slots = data.draw(st.integers(0, min(most, bounds.most_slots)))
+    left = bounds.budget_bytes - pages * bounds.page_bytes
+    staging = data.draw(st.sampled_from([0, 3 * MIB, 100 * MIB]))
+    bounds = replace(bounds, staging_bytes=min(staging, left))
+    slots = data.draw(st.integers(0, min(bounds.slots_in(left), bounds.most_slots)))
     in_use = data.draw(st.integers(0, pages))
     idle = data.draw(st.integers(0, pages - in_use))
     empty = data.draw(st.integers(0, slots))
