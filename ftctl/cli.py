@@ -336,6 +336,18 @@ def budget(
 @main.command()
 @_shared
 @click.pass_context
+def profile(ctx: click.Context) -> None:
+    """Measure this machine with the experts that are served.
+
+    Link, CPU, both at once and slots, for each batch size, in some seconds, in slices between the
+    steps of requests. Misses are divided by it from then on, and after the next start.
+    """
+    _show(ctx, _call_long(ctx, p.Profile(), "the measurement"), view.profiled)
+
+
+@main.command()
+@_shared
+@click.pass_context
 def drain(ctx: click.Context) -> None:
     """Let requests finish, take no new ones.
 

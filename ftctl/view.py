@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TextIO, TypeVar
 
 from ftd.control import protocol as p
+from ftd.control.profile_table import profile_lines
 from ftd.engine.api import EngineLimits, EngineStatus, RequestInfo
 from ftd.kv.anchors import AnchorInfo
 from ftd.units import format_bytes, format_count, format_seconds
@@ -80,6 +81,8 @@ def status(result: p.StatusResult, paint: Paint) -> list[str]:
             rows.append(("states", f"{held}, {engine.states_cached} of them to resume from only"))
         if engine.slots_total:
             rows.append(("experts", f"{_slots(engine)}, {_hits(engine)}"))
+        if engine.rates_from:
+            rows.append(("rates", f"from {engine.rates_from}"))
     if result.last_failure:
         rows.append(("failure", paint(result.last_failure, RED)))
     return [f"{name:9} {text}" for name, text in rows]
@@ -112,6 +115,8 @@ def one_line(result: p.StatusResult, paint: Paint) -> list[str]:
 
 def progress(report: p.Progress, columns: int) -> str:
     """One line shorter than ``columns``: a bar if the phase has a measure, else what is left."""
+    if report.fraction is not None:
+        return gauge(report.phase, report.fraction, 1.0, "", columns - 1)
     if not report.total_bytes:
         left = f", {report.running} running, {report.waiting} waiting"
         return cut(report.phase + (left if report.phase == "draining" else " ..."), columns - 1)
@@ -216,6 +221,10 @@ def _change(name: str, before: int, after: int) -> str:
     if before == after:
         return f"{name} {format_count(after)} as before"
     return f"{name} {format_count(before)} -> {format_count(after)}"
+
+
+def profiled(result: p.ProfileResult, paint: Paint) -> list[str]:
+    return profile_lines(result)
 
 
 def traced(result: p.TraceResult, file: Path, paint: Paint) -> list[str]:

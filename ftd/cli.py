@@ -35,11 +35,14 @@ def _option(f: dataclasses.Field[Any]) -> click.Option:
     )
 
 
-def _run(check: bool, **flags: Any) -> None:
+def _run(check: bool, profile: bool, **flags: Any) -> None:
     given = {name: value for name, value in flags.items() if value not in (None, ())}
     try:
         config = load_config(given)
-        code = _check(config) if check else _serve(config)
+        if check or profile:
+            code = _check(config) if check else _profile(config)
+        else:
+            code = _serve(config)
     except FtdError as e:
         click.echo(f"ftd: error: {e.message}", err=True)
         if e.hint:
@@ -54,10 +57,19 @@ def _check(config: Config) -> int:
     return print_check(config)
 
 
+def _profile(config: Config) -> NoReturn:
+    from ftd.profile import print_profile
+
+    _leave(print_profile(config))
+
+
 def _serve(config: Config) -> NoReturn:
     from ftd.daemon import run
 
-    code = run(config)
+    _leave(run(config))
+
+
+def _leave(code: int) -> NoReturn:
     # everything has been closed: taking torch and the interpreter apart would only take time
     sys.stdout.flush()
     sys.stderr.flush()
@@ -81,6 +93,12 @@ main = click.Command(
             is_flag=True,
             help="Print the memory plan and everything that would hinder a start, from the headers "
             "of the model alone, and exit.",
+        ),
+        click.Option(
+            ["--profile"],
+            is_flag=True,
+            help="Load the model, measure link, CPU and GPU with its experts in some seconds, keep "
+            "that in --profile-dir for later starts, print it, and exit.",
         ),
     ],
     help="Serve a Mixture-of-Experts model over HTTP, in the foreground. Each setting can also "

@@ -37,10 +37,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "engine",
         "http.listening",
     },
+    "profile": {"checkpoint", "control", "engine"},
     "systemd": set(),
     "pulse": {"lifecycle", "systemd"},
     "daemon": {"lifecycle", "http", "control", "pulse", "systemd", "engine.api", "kernels"},
-    "cli": {"daemon", "check"},
+    "cli": {"daemon", "check", "profile"},
     "__main__": {"cli"},
 }
 

@@ -4,6 +4,7 @@
     tools/simulate.py                                  synthetic Qwen3-30B-A3B, every machine
     tools/simulate.py --trace routing.npy --experts 128 --machine h200 --budget 37
     tools/simulate.py --layers 16 --batch 1 4 --plot speed.svg
+    tools/simulate.py --profile ~/.cache/ftd/profiles/*.json    what ftctl profile has measured
 
 Prints Markdown. "default" is the policy that serves; the oracle knows the future and is a bound for
 policies that fetch only what was missed. GB/token counts misses and background fills by link, and
@@ -19,10 +20,12 @@ from pathlib import Path
 
 import numpy as np
 
-from ftd.experts.machines import MACHINES
+from ftd.experts.machines import MACHINES, Machine
+from ftd.experts.profile import from_json
 from ftd.experts.simulator import CONTENDERS, Outcome, compare, steps_of, synthetic_routing
 
 GB = 1e9
+EXPERT_BYTES = 3 * 2048 * 768 * 2  # Qwen3-30B-A3B in bfloat16
 BAR, GAP, ROW, LEFT, WIDTH = 14, 18, 4, 150, 420  # of the plot, in pixels
 COLOURS = ("#1b6ca8", "#9aa5b1", "#c3b091", "#d9d9d9", "#7fb77e", "#b05f6d")
 
@@ -39,12 +42,15 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     ap.add_argument("--skew", type=float, default=1.0, help="of the synthetic router")
     ap.add_argument("--drift", type=float, default=0.0, help="of the synthetic router, per token")
     ap.add_argument("--seed", type=int, default=0)
-    ap.add_argument("--expert-bytes", type=int, default=3 * 2048 * 768 * 2, help="of one record")
+    ap.add_argument(
+        "--expert-bytes", type=int, help="of one record; default: the profile's, else 3*2048*768*2"
+    )
     ap.add_argument(
         "--budget", type=float, nargs="+", default=[37.0], help="%% of experts in slots"
     )
     ap.add_argument("--batch", type=int, nargs="+", default=[1], help="sequences decoded together")
-    ap.add_argument("--machine", choices=MACHINES, nargs="+", default=list(MACHINES))
+    ap.add_argument("--machine", choices=MACHINES, nargs="+", help="default: all, or the profiles")
+    ap.add_argument("--profile", type=Path, nargs="+", default=[], help="what was measured of one")
     ap.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the tokens/s as bars")
     args = ap.parse_args(argv)
     if not all(0 <= budget <= 100 for budget in args.budget):
@@ -52,6 +58,20 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.trace is None and not 0 < args.top_k < args.experts:
         ap.error(f"--top-k must lie between 1 and --experts - 1 = {args.experts - 1}")
     return args
+
+
+def machines(args: argparse.Namespace, batch: int) -> list[tuple[Machine, int]]:
+    """Those asked for, with the bytes of an expert."""
+    names = args.machine or ([] if args.profile else MACHINES)
+    found = [(MACHINES[name], args.expert_bytes or EXPERT_BYTES) for name in names]
+    for path in args.profile:
+        try:
+            profile = from_json(path.read_text())
+        except (OSError, ValueError) as error:
+            sys.exit(f"{path}: {error}")
+        size = args.expert_bytes or profile.expert_bytes
+        found.append((profile.machine(path.stem, batch), size))
+    return found
 
 
 def workloads(args: argparse.Namespace) -> dict[str, np.ndarray]:
@@ -110,18 +130,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             used = steps_of(routing, args.experts, batch)
             for budget in args.budget:
                 num_slots = int(budget / 100 * used[0].size)
-                for machine in args.machine:
+                for machine, size in machines(args, batch):
                     outcomes = []
                     for outcome in compare(
-                        used,
-                        MACHINES[machine],
-                        num_slots=num_slots,
-                        expert_bytes=args.expert_bytes,
-                        batch=batch,
+                        used, machine, num_slots=num_slots, expert_bytes=size, batch=batch
                     ):
-                        print(row(machine, budget, batch, outcome), flush=True)
+                        print(row(machine.name, budget, batch, outcome), flush=True)
                         outcomes.append(outcome)
-                    drawn.append((f"{machine} {budget:g} % x{batch}", outcomes))
+                    drawn.append((f"{machine.name} {budget:g} % x{batch}", outcomes))
     if args.plot:
         args.plot.write_text(plot(drawn))
 

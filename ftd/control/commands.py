@@ -37,6 +37,7 @@ class LifecycleCommands:
         self._stop = stop
         self._began_s = time.monotonic()
         self._recorded: tuple[int, int] | None = None  # bytes, of a trace under way
+        self._measured: p.Progress | None = None  # of a profile under way
         self._replaying = 0  # session of a verification under way
 
     async def run(self, command: p.Command[Any]) -> Any:
@@ -66,6 +67,8 @@ class LifecycleCommands:
                 return await self._drain(timeout_s)
             case p.Trace(tokens, timeout_s):
                 return await self._trace(tokens, self._bounded_s(timeout_s))
+            case p.Profile():
+                return await self._profile()
             case p.Stop():
                 self._stop()
                 return p.StopResult(os.getpid())
@@ -100,6 +103,8 @@ class LifecycleCommands:
             phase, (done, total) = "recording the routing", self._recorded
         if self._replaying and not progress:
             phase = f"replaying session {self._replaying}"
+        if self._measured and not progress:
+            return self._measured
         return p.Progress(
             phase=phase,
             done_bytes=done,
@@ -253,6 +258,27 @@ class LifecycleCommands:
         packed = base64.b64encode(kept.tobytes()).decode()
         return p.TraceResult(model.name, num_tokens, layers, each, str(kept.dtype), packed)
 
+    async def _profile(self) -> p.ProfileResult:
+        from ftd.lifecycle.profiling import profile_machine  # loads torch, as above
+
+        def progress(done: Any) -> None:
+            status = model.engine.status()
+            self._measured = p.Progress(
+                "measuring the machine",
+                running=status.running,
+                waiting=status.waiting,
+                fraction=done.done / done.of,
+            )
+
+        model = self._lifecycle.current()
+        try:
+            done = await profile_machine(model.engine, progress)
+        finally:
+            self._measured = None
+        return profile_result(
+            model.name, done.measured, done.path, done.took_s, done.longest_pause_s
+        )
+
     def _timeout_s(self, given_s: float | None) -> float:
         if given_s is None:
             return self._lifecycle.config.drain_timeout
@@ -264,6 +290,44 @@ class LifecycleCommands:
                 f"timeout_s is {given_s:g}, 0 to 86400 s are possible", param="timeout_s"
             )
         return given_s
+
+
+def profile_result(
+    model: str, measured: Any, path: Path, took_s: float, longest_pause_s: float
+) -> p.ProfileResult:
+    """Of a ``ftd.engine.profiling.Measured``."""
+    profile, key = measured.profile, measured.profile.key
+    size, rows = profile.expert_bytes, []
+    for of in profile.figures:
+        table = profile.fetch_of(of.batch, measured.experts_per_token) or ()
+        rows.append(
+            p.ProfileRow(
+                batch=of.batch,
+                link_bytes_per_s=of.link.experts_per_s * size,
+                link_fixed_s=of.link.fixed_s,
+                cpu_bytes_per_s=of.cpu.experts_per_s * size,
+                cpu_fixed_s=of.cpu.fixed_s,
+                link_beside_cpu=of.link_beside_cpu,
+                cpu_beside_link=of.cpu_beside_link,
+                slots_bytes_per_s=of.hits.experts_per_s * size,
+                layer_fixed_s=of.fixed_s,
+                fetch_of=table[: measured.experts_per_token + 1],
+            )
+        )
+    return p.ProfileResult(
+        model=model,
+        gpu=key.gpu,
+        cpu=key.cpu,
+        threads=key.threads,
+        experts=key.experts,
+        expert_bytes=size,
+        rows=tuple(rows),
+        read_bytes_per_s=profile.read_bytes_per_s,
+        handshake_s=profile.handshake_s,
+        path=str(path),
+        took_s=round(took_s, 3),
+        longest_pause_s=longest_pause_s,
+    )
 
 
 def read_change(asked: p.Budget) -> Change:

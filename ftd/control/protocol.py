@@ -94,6 +94,7 @@ class Progress:
     total_bytes: int = 0  # 0: the phase has no measure
     running: int = 0  # requests that have not ended yet
     waiting: int = 0
+    fraction: float | None = None  # done, where bytes do not measure it
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +237,41 @@ class TraceResult:
 
 
 @dataclass(frozen=True, slots=True)
+class ProfileRow:
+    """What the machine reaches with decode batches of one size; a rate of 0: there is no such path.
+
+    ``n`` experts of a layer take the fixed time and ``n`` times their bytes at the rate.
+    """
+
+    batch: int
+    link_bytes_per_s: float
+    link_fixed_s: float
+    cpu_bytes_per_s: float
+    cpu_fixed_s: float
+    link_beside_cpu: float  # part of its rate that the link keeps while the CPU computes
+    cpu_beside_link: float
+    slots_bytes_per_s: float  # resident experts
+    layer_fixed_s: float | None  # what a layer takes beside its experts; None: not known
+    fetch_of: tuple[int, ...]  # of 0, 1, 2, ... misses in a layer, so many take the link
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileResult:
+    model: str
+    gpu: str  # UUID; "": the CPU device
+    cpu: str
+    threads: int  # of the CPU
+    experts: str  # their format and shape
+    expert_bytes: int
+    rows: tuple[ProfileRow, ...]
+    read_bytes_per_s: float  # plain read of the experts by the CPU
+    handshake_s: float
+    path: str  # the file it was written to
+    took_s: float
+    longest_pause_s: float  # in which no step of a request ran
+
+
+@dataclass(frozen=True, slots=True)
 class AnchorsResult:
     model: str
     anchors: tuple[AnchorInfo, ...]  # those that are left
@@ -349,6 +385,12 @@ class Trace(Command[TraceResult]):
 
     tokens: int
     timeout_s: float  # the trace is shorter if requests bring no more until then
+
+
+@command("profile", at=At.BESIDE, result=ProfileResult)
+@dataclass(frozen=True, slots=True)
+class Profile(Command[ProfileResult]):
+    """Measure link, CPU and slots with the kernels that serve; misses are divided by it then."""
 
 
 @command("drain", at=At.BESIDE, result=DrainResult)

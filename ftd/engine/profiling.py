@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import structlog
@@ -117,6 +119,45 @@ class Profiling:
             self._measuring.close()
             self._measuring = None
             self._bench.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A finished measurement, for those who know nothing of experts."""
+
+    profile: Profile
+    experts_per_token: int
+    store: ProfileStore
+
+    def save(self) -> Path:
+        """Raises ConfigError: it cannot be written."""
+        return self.store.save(self.profile)
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """One slice."""
+
+    found: Slice | Measured
+    took_s: float
+
+
+def begin_measuring(core: EngineCore) -> None:
+    """Raises Busy, ConfigError."""
+    profiling_of(core).begin()
+
+
+def measure_slice(core: EngineCore) -> Done:
+    profiling, began_s = profiling_of(core), time.monotonic()
+    found = profiling.next_slice()
+    took_s = time.monotonic() - began_s
+    if isinstance(found, Profile):
+        return Done(Measured(found, profiling.experts_per_token, profiling.store), took_s)
+    return Done(found, took_s)
+
+
+def end_measuring(core: EngineCore) -> None:
+    profiling_of(core).end()
 
 
 def profiling_of(core: EngineCore) -> Profiling:

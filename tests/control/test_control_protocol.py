@@ -44,7 +44,7 @@ def test_only_commands_that_change_nothing_run_at_any_time():
     at = {name: entry.at for name, entry in p.COMMANDS.items()}
     assert at["cancel"] is at["budget"] is at["anchors"] is p.At.SAFE_POINT
     beside = {n for n in at if at[n] is p.At.BESIDE}
-    assert beside == {"check", "reload", "drain", "trace", "verify"}
+    assert beside == {"check", "reload", "drain", "trace", "verify", "profile"}
 
 
 def test_results_with_all_their_parts_survive_the_line():

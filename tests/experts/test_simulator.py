@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ftd.experts.machines import MACHINES
+from ftd.experts.profile import Figures, Key, Line, Profile, to_json
 from ftd.experts.simulator import (
     CONTENDERS,
     Default,
@@ -197,3 +198,14 @@ def test_tool_prints_a_row_for_each_policy_and_draws_them(tmp_path, capsys):
     assert svg.read_text().count("<rect") == len(rows)
     with pytest.raises(SystemExit, match="the model has 8"):
         tool.main(["--trace", str(HERE / "routing_code.npy"), "--experts", "8"])
+    figures = Figures(1, Line(5400.0, 3e-6), Line(11_700.0, 4e-5), Line(350_000.0), 0.97, 0.88)
+    key = Key("GPU-1", "a processor", 14, "bf16 2048x768")
+    measured = tmp_path / "measured.json"
+    measured.write_text(to_json(Profile(key, EXPERT_BYTES, (figures,))))
+    common = ["--trace", str(HERE / "routing_code.npy"), "--experts", "32", "--tokens", "80"]
+    tool.main([*common, "--profile", str(measured)])
+    rows = [line for line in capsys.readouterr().out.splitlines() if "37 %" in line]
+    assert len(rows) == len(CONTENDERS) and all("| measured |" in row for row in rows)
+    measured.write_text("{}")
+    with pytest.raises(SystemExit, match="not a profile"):
+        tool.main([*common, "--profile", str(measured)])
