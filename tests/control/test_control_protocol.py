@@ -25,6 +25,7 @@ EXAMPLES = [
     p.Budget("6G", "32K", "auto", auto=True),
     p.Trace(4096, 60.0),
     p.Drain(10.0),
+    p.Profile(),
     p.Stop(),
 ]
 
