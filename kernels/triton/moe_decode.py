@@ -20,13 +20,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from ..activation import SILU, Activation
 from ..formats import ExpertLayout
-from .numbers import TL_DTYPE, power_of_2
+from .activate import activate
+from .moe_decode_scaled import down_scaled, gate_up_scaled
+from .numbers import matrix, power_of_2
+from .scaled import Stored, finish, stored, unit_tile
+from .serving import copy_rest, rest_of, served, targets
 
 MAX_ROWS = 8
 MATRIX_ALIGN = 16  # bytes, of a matrix in its record: the widest load
@@ -53,27 +59,6 @@ DEFAULT = Tuning()
 
 
 @triton.jit
-def _served(ids, r, T: tl.constexpr, K: tl.constexpr, TP: tl.constexpr, KP: tl.constexpr):
-    """The expert of route ``r``, -1 if an earlier route does its work; which routes name it."""
-    t = tl.arange(0, TP)[:, None]
-    k = tl.arange(0, KP)[None, :]
-    expert = tl.load(ids + r)
-    names = tl.load(ids + t * K + k, mask=(t < T) & (k < K), other=-1) == expert  # [TP, KP]
-    if T > 1:
-        earlier = tl.max(tl.max((names & (t * K + k < r)).to(tl.int32), axis=1), axis=0)
-        expert = tl.where(earlier > 0, -1, expert)
-    else:
-        names = (t * K + k) == r
-    return expert, names
-
-
-@triton.jit
-def matrix(address, W: tl.constexpr, ALIGN: tl.constexpr):
-    """A pointer to numbers ``W`` at ``address``; without the promise, loads would be narrow."""
-    return tl.multiple_of(address.to(tl.pointer_type(W)), ALIGN)
-
-
-@triton.jit
 def _products(w, part, mine):
     """w [ROWS, COLUMNS] times part [COLUMNS], in the lines [TP, ROWS] that are ``mine``."""
     product = tl.sum(w.to(tl.float32) * part.to(tl.float32)[None, :], axis=1)
@@ -83,23 +68,19 @@ def _products(w, part, mine):
 @triton.jit
 def _gate_up_kernel(
     x, ids, address, fill, h,
-    T: tl.constexpr, K: tl.constexpr, H: tl.constexpr, I: tl.constexpr,
-    GATE: tl.constexpr, UP: tl.constexpr, W: tl.constexpr, ALIGN: tl.constexpr,
-    FILL: tl.constexpr, TP: tl.constexpr, KP: tl.constexpr,
+    T: tl.constexpr, K: tl.constexpr, G: tl.constexpr, U: tl.constexpr, A: tl.constexpr,
+    ALIGN: tl.constexpr, FILL: tl.constexpr, TP: tl.constexpr, KP: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    r = tl.program_id(0)
-    expert, names = _served(ids, r, T, K, TP, KP)
+    I: tl.constexpr = G.rows
+    H: tl.constexpr = G.columns
+    expert, names = served(ids, tl.program_id(0), T, K, TP, KP)
     if expert >= 0:
-        record = tl.load(address + expert)
-        gate = matrix(record + GATE, W, ALIGN)
-        up = matrix(record + UP, W, ALIGN)
-        to = record
-        if FILL:
-            to = tl.load(fill + expert)
-        gate_to = matrix(to + GATE, W, ALIGN)
-        up_to = matrix(to + UP, W, ALIGN)
-        store = to != 0
+        record, to, store = targets(address, fill, expert, FILL)
+        gate = matrix(record + G.numbers, G.dtype, ALIGN)
+        up = matrix(record + U.numbers, U.dtype, ALIGN)
+        gate_to = matrix(to + G.numbers, G.dtype, ALIGN)
+        up_to = matrix(to + U.numbers, U.dtype, ALIGN)
         token = tl.arange(0, TP)
         route = tl.arange(0, TP)[:, None] * K + tl.arange(0, KP)[None, :]
         bits = tl.sum(tl.max(names.to(tl.int32), axis=1) << token, axis=0)
@@ -122,7 +103,9 @@ def _gate_up_kernel(
                         part = tl.load(x + t * H + c, mask=c < H, other=0.0)
                         acc_gate += _products(g, part, token == t)
                         acc_up += _products(u, part, token == t)
-            value = acc_gate / (1.0 + tl.exp(-acc_gate)) * acc_up  # [TP, ROWS]
+            acc_gate = finish(acc_gate, record, to, store, i, G, FILL)
+            acc_up = finish(acc_up, record, to, store, i, U, FILL)
+            value = activate(acc_gate, acc_up, A)  # [TP, ROWS]
             out = h + route[:, :, None] * I + i[None, None, :]  # all routes that name the expert
             tl.store(
                 out,
@@ -134,21 +117,17 @@ def _gate_up_kernel(
 @triton.jit
 def _down_kernel(
     h, ids, address, fill, y,
-    T: tl.constexpr, K: tl.constexpr, H: tl.constexpr, I: tl.constexpr,
-    DOWN: tl.constexpr, TAIL: tl.constexpr, TAIL_BYTES: tl.constexpr,
-    W: tl.constexpr, ALIGN: tl.constexpr, FILL: tl.constexpr,
-    TP: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    T: tl.constexpr, K: tl.constexpr, D: tl.constexpr, REST: tl.constexpr,
+    ALIGN: tl.constexpr, FILL: tl.constexpr, TP: tl.constexpr, KP: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    r = tl.program_id(0)
-    expert, names = _served(ids, r, T, K, TP, KP)
+    H: tl.constexpr = D.rows
+    I: tl.constexpr = D.columns
+    expert, names = served(ids, tl.program_id(0), T, K, TP, KP)
     if expert >= 0:
-        record = tl.load(address + expert)
-        down = matrix(record + DOWN, W, ALIGN)
-        to = record
-        if FILL:
-            to = tl.load(fill + expert)
-        down_to = matrix(to + DOWN, W, ALIGN)
-        store = to != 0
+        record, to, store = targets(address, fill, expert, FILL)
+        down = matrix(record + D.numbers, D.dtype, ALIGN)
+        down_to = matrix(to + D.numbers, D.dtype, ALIGN)
         token = tl.arange(0, TP)
         route = tl.arange(0, TP)[:, None] * K + tl.arange(0, KP)[None, :]
         bits = tl.sum(tl.max(names.to(tl.int32), axis=1) << token, axis=0)
@@ -170,18 +149,15 @@ def _down_kernel(
                         from_route = tl.max(tl.where(token == t, source, -1), axis=0)
                         part = tl.load(h + from_route * I + c, mask=c < I, other=0.0)
                         acc += _products(w, part, token == t)
+            acc = finish(acc, record, to, store, o, D, FILL)
             out = y + route[:, :, None] * H + o[None, None, :]
             tl.store(
                 out,
                 tl.broadcast_to(acc[:, None, :], [TP, KP, ROWS]),
                 mask=names[:, :, None] & (o < H)[None, None, :],
             )
-        if FILL and TAIL_BYTES > 0 and tl.program_id(1) == 0:  # the record's padding
-            b = tl.arange(0, 4096)
-            bytes_from = (record + TAIL).to(tl.pointer_type(tl.uint8))
-            bytes_to = (to + TAIL).to(tl.pointer_type(tl.uint8))
-            padding = tl.load(bytes_from + b, mask=(b < TAIL_BYTES) & store, other=0)
-            tl.store(bytes_to + b, padding, mask=(b < TAIL_BYTES) & store)
+        if FILL and tl.program_id(1) == 0:
+            copy_rest(record, to, store, REST)
 
 
 @triton.jit
@@ -204,8 +180,10 @@ def moe_decode(
     layout: ExpertLayout,
     fill: torch.Tensor | None = None,
     tuning: Tuning = DEFAULT,
+    activation: Activation = SILU,
 ) -> torch.Tensor:  # [T, H] float32
-    return combine(route_products(x, ids, address, layout, fill, tuning), ids, weights)
+    y = route_products(x, ids, address, layout, fill, tuning, activation)
+    return combine(y, ids, weights)
 
 
 def route_products(
@@ -215,36 +193,30 @@ def route_products(
     layout: ExpertLayout,
     fill: torch.Tensor | None = None,  # [E] int64: where to store the record as it is read; 0: not
     tuning: Tuning = DEFAULT,
-) -> torch.Tensor:  # [T * K, H] float32: down(silu(gate x) · up x) of each route in use
+    activation: Activation = SILU,
+) -> torch.Tensor:  # [T * K, H] float32: down(activation(gate x, up x)) of each route in use
     (T, H), K = x.shape, ids.shape[1]
-    inner = layout.inner
     assert T <= MAX_ROWS and layout.hidden == H and len(ids) == T, (x.shape, ids.shape)
     assert all(a.is_contiguous() for a in (x, ids, address)), (x.stride(), ids.stride())
     assert ids.dtype == torch.int32 and address.dtype == torch.int64, (ids.dtype, address.dtype)
     assert fill is None or fill.shape == address.shape, fill
-    h = torch.empty(T * K, inner, dtype=x.dtype, device=x.device)
+    h = torch.empty(T * K, layout.inner, dtype=x.dtype, device=x.device)
     y = torch.empty(T * K, H, dtype=torch.float32, device=x.device)
     if T == 0:
         return y
-    itemsize = layout.format.dtype.itemsize
+    gate, up, down = (stored(m) for m in layout.matrices.values())
     shared = dict(  # noqa: C408 - arguments, as a call spells them
-        T=T, K=K, H=H, I=inner,
-        W=TL_DTYPE[layout.format.dtype], ALIGN=alignment(layout), FILL=fill is not None,
-        TP=power_of_2(T), KP=power_of_2(K), num_warps=tuning.warps,
+        T=T, K=K, FILL=fill is not None, TP=power_of_2(T), KP=power_of_2(K), num_warps=tuning.warps,
     )  # fmt: skip
     table = fill if fill is not None else address
-    rows, columns = _tile(tuning, H, itemsize)
-    _gate_up_kernel[(T * K, _programs(tuning, inner, rows))](
-        x, ids, address, table, h,
-        GATE=layout.gate_offset, UP=layout.up_offset, ROWS=rows, COLUMNS=columns, **shared,
-    )  # fmt: skip
-    rows, columns = _tile(tuning, inner, itemsize)
-    tail = layout.payload_bytes
-    _down_kernel[(T * K, _programs(tuning, H, rows))](
-        h, ids, address, table, y,
-        DOWN=layout.down_offset, TAIL=tail, TAIL_BYTES=layout.record_bytes - tail,
-        ROWS=rows, COLUMNS=columns, **shared,
-    )  # fmt: skip
+    kernel, rows, tile = _kernel(_gate_up_kernel, gate_up_scaled, layout, gate, tuning)
+    kernel[(T * K, _programs(tuning, gate.rows, rows))](
+        x, ids, address, table, h, G=gate, U=up, A=activation, **tile, **shared
+    )
+    kernel, rows, tile = _kernel(_down_kernel, down_scaled, layout, down, tuning)
+    kernel[(T * K, _programs(tuning, down.rows, rows))](
+        h, ids, address, table, y, D=down, REST=rest_of(layout), **tile, **shared
+    )
     return y
 
 
@@ -266,6 +238,17 @@ def combine(
 def alignment(layout: ExpertLayout) -> int:
     """What divides the addresses of an expert's matrices, at most ``MATRIX_ALIGN`` bytes."""
     return math.gcd(MATRIX_ALIGN, layout.gate_offset, layout.up_offset, layout.down_offset)
+
+
+def _kernel(
+    plain: Any, scaled: Any, layout: ExpertLayout, matrix: Stored, tuning: Tuning
+) -> tuple[Any, int, dict[str, int]]:
+    """Which kernel reads a matrix, the rows of a program at a time, and its tile."""
+    if matrix.scaled:
+        rows, units = unit_tile(tuning.rows, tuning.columns, matrix)
+        return scaled, rows, {"ROWS": rows, "UNITS": units}
+    rows, columns = _tile(tuning, matrix.columns, matrix.row_bytes // matrix.columns)
+    return plain, rows, {"ROWS": rows, "COLUMNS": columns, "ALIGN": alignment(layout)}
 
 
 def _tile(tuning: Tuning, columns: int, itemsize: int) -> tuple[int, int]:

@@ -20,49 +20,48 @@ import torch
 import triton
 import triton.language as tl
 
+from ..activation import SILU, Activation
 from ..formats import ExpertLayout
+from .activate import activate
 from .group import group
-from .moe_decode import alignment, combine, matrix
-from .numbers import TL_DTYPE, wide_dot
+from .moe_decode import alignment, combine
+from .scaled import dot_type, finish, stored
+from .tiles import add_dot, weights
 
 
 @triton.jit
 def _gate_up_kernel(
     x, route, block_expert, block_begin, block_end, address, h, E,
-    K: tl.constexpr, H: tl.constexpr, I: tl.constexpr,
-    GATE: tl.constexpr, UP: tl.constexpr, W: tl.constexpr, ALIGN: tl.constexpr,
+    K: tl.constexpr, G: tl.constexpr, U: tl.constexpr, A: tl.constexpr, ALIGN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    STAGES: tl.constexpr, WIDE: tl.constexpr,
+    STAGES: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
+    I: tl.constexpr = G.rows
+    H: tl.constexpr = G.columns
     tiles: tl.constexpr = (I + BN - 1) // BN
     block = tl.program_id(0) // tiles
     expert = tl.load(block_expert + block)
     if expert < E:
         record = tl.load(address + expert)
-        gate = matrix(record + GATE, W, ALIGN)
-        up = matrix(record + UP, W, ALIGN)
         at = tl.load(block_begin + block) + tl.arange(0, BM)
         used = at < tl.load(block_end + block)
         row = tl.load(route + at, mask=used, other=0) // K
         n = tl.program_id(0) % tiles * BN + tl.arange(0, BN)
-        k = tl.arange(0, BK)
         acc_gate = tl.zeros([BM, BN], tl.float32)
         acc_up = tl.zeros([BM, BN], tl.float32)
         for start in tl.range(0, H, BK, num_stages=STAGES):
-            c = start + k
+            c = start + tl.arange(0, BK)
             a = tl.load(
                 x + row[:, None] * H + c[None, :], mask=used[:, None] & (c < H)[None, :], other=0.0
             )
-            inside = (c < H)[:, None] & (n < I)[None, :]
-            g = tl.load(gate + n[None, :] * H + c[:, None], mask=inside, other=0.0)
-            u = tl.load(up + n[None, :] * H + c[:, None], mask=inside, other=0.0)
-            if WIDE:
-                a = a.to(tl.float32)
-                g = g.to(tl.float32)
-                u = u.to(tl.float32)
-            acc_gate = tl.dot(a, g, acc_gate, input_precision="ieee")
-            acc_up = tl.dot(a, u, acc_up, input_precision="ieee")
-        value = acc_gate / (1.0 + tl.exp(-acc_gate)) * acc_up
+            g = weights(record, n, start, G, ALIGN, BK, DOT)
+            u = weights(record, n, start, U, ALIGN, BK, DOT)
+            a = a.to(DOT.dtype)
+            acc_gate = add_dot(acc_gate, a, g, record, n, start, G, DOT)
+            acc_up = add_dot(acc_up, a, u, record, n, start, U, DOT)
+        acc_gate = finish(acc_gate, record, record, False, n, G, False)
+        acc_up = finish(acc_up, record, record, False, n, U, False)
+        value = activate(acc_gate, acc_up, A)
         tl.store(
             h + at[:, None] * I + n[None, :],
             value.to(h.dtype.element_ty),
@@ -73,32 +72,29 @@ def _gate_up_kernel(
 @triton.jit
 def _down_kernel(
     h, route, block_expert, block_begin, block_end, address, y, E,
-    H: tl.constexpr, I: tl.constexpr, DOWN: tl.constexpr, W: tl.constexpr, ALIGN: tl.constexpr,
+    D: tl.constexpr, ALIGN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    STAGES: tl.constexpr, WIDE: tl.constexpr,
+    STAGES: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
+    H: tl.constexpr = D.rows
+    I: tl.constexpr = D.columns
     tiles: tl.constexpr = (H + BN - 1) // BN
     block = tl.program_id(0) // tiles
     expert = tl.load(block_expert + block)
     if expert < E:
         record = tl.load(address + expert)
-        down = matrix(record + DOWN, W, ALIGN)
         at = tl.load(block_begin + block) + tl.arange(0, BM)
         used = at < tl.load(block_end + block)
         n = tl.program_id(0) % tiles * BN + tl.arange(0, BN)
-        k = tl.arange(0, BK)
         acc = tl.zeros([BM, BN], tl.float32)
         for start in tl.range(0, I, BK, num_stages=STAGES):
-            c = start + k
+            c = start + tl.arange(0, BK)
             a = tl.load(
                 h + at[:, None] * I + c[None, :], mask=used[:, None] & (c < I)[None, :], other=0.0
             )
-            inside = (c < I)[:, None] & (n < H)[None, :]
-            w = tl.load(down + n[None, :] * I + c[:, None], mask=inside, other=0.0)
-            if WIDE:
-                a = a.to(tl.float32)
-                w = w.to(tl.float32)
-            acc = tl.dot(a, w, acc, input_precision="ieee")
+            w = weights(record, n, start, D, ALIGN, BK, DOT)
+            acc = add_dot(acc, a.to(DOT.dtype), w, record, n, start, D, DOT)
+        acc = finish(acc, record, record, False, n, D, False)
         to = tl.load(route + at, mask=used, other=0)
         tl.store(y + to[:, None] * H + n[None, :], acc, mask=used[:, None] & (n < H)[None, :])
 
@@ -130,27 +126,27 @@ def moe_prefill(
     weights: torch.Tensor,  # [T, K] float32, contiguous
     address: torch.Tensor,  # [E] int64, contiguous
     layout: ExpertLayout,
+    activation: Activation = SILU,
 ) -> torch.Tensor:  # [T, H] float32
     (T, H), K, E = x.shape, ids.shape[1], address.shape[0]
-    inner = layout.inner
     assert layout.hidden == H and ids.shape == weights.shape, (x.shape, ids.shape)
     assert all(a.is_contiguous() for a in (x, ids, weights, address)), (x.stride(), ids.stride())
     assert address.dtype == torch.int64, address.dtype
     tile = tile_of(T * K / E, x.dtype)
     blocks = group(ids, E, tile.rows)
-    h = torch.empty(T * K, inner, dtype=x.dtype, device=x.device)
+    h = torch.empty(T * K, layout.inner, dtype=x.dtype, device=x.device)
     y = torch.empty(T * K, H, dtype=torch.float32, device=x.device)
-    wide = wide_dot(x.dtype) or layout.format.dtype != x.dtype
+    gate, up, down = (stored(m) for m in layout.matrices.values())
     shared = dict(  # noqa: C408 - arguments, as a call spells them
-        H=H, I=inner, W=TL_DTYPE[layout.format.dtype], ALIGN=alignment(layout),
-        BM=tile.rows, BN=tile.columns, BK=tile.inner, STAGES=tile.stages, WIDE=wide,
-        num_warps=tile.warps,
+        ALIGN=alignment(layout), BM=tile.rows, BN=tile.columns, BK=tile.inner,
+        STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     num_blocks = len(blocks.expert)
-    _gate_up_kernel[(num_blocks * triton.cdiv(inner, tile.columns),)](
-        x, *blocks, address, h, E, K=K, GATE=layout.gate_offset, UP=layout.up_offset, **shared
-    )
+    _gate_up_kernel[(num_blocks * triton.cdiv(gate.rows, tile.columns),)](
+        x, *blocks, address, h, E,
+        K=K, G=gate, U=up, A=activation, DOT=dot_type(gate, x.dtype), **shared,
+    )  # fmt: skip
     _down_kernel[(num_blocks * triton.cdiv(H, tile.columns),)](
-        h, *blocks, address, y, E, DOWN=layout.down_offset, **shared
+        h, *blocks, address, y, E, D=down, DOT=dot_type(down, x.dtype), **shared
     )
     return combine(y, ids, weights)

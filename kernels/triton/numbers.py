@@ -20,3 +20,9 @@ def wide_dot(act: torch.dtype) -> bool:
 def power_of_2(n: int) -> int:
     """The smallest power of two that is not below ``n``."""
     return triton.next_power_of_2(n)
+
+
+@triton.jit
+def matrix(address, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
+    """A pointer to ``DTYPE`` at ``address``; without the promise, loads would be narrow."""
+    return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), ALIGN)

@@ -77,11 +77,12 @@ class CudaOps:
         activation: Activation = SILU,
         fill: torch.Tensor | None = None,  # [E] int64: where to store records as they are read
     ) -> torch.Tensor:  # [T, H] float32
-        assert layout.plain and activation == SILU, UNSCALED_ONLY
         if x.shape[0] <= moe_decode.MAX_ROWS:
-            return moe_decode.moe_decode(x, ids, weights, address, layout, fill, self.tuning)
+            return moe_decode.moe_decode(
+                x, ids, weights, address, layout, fill, self.tuning, activation
+            )
         assert fill is None, "records are stored as they are read only where each is read once"
-        return moe_prefill.moe_prefill(x, ids, weights, address, layout)
+        return moe_prefill.moe_prefill(x, ids, weights, address, layout, activation)
 
     def route_products(
         self,
@@ -93,8 +94,7 @@ class CudaOps:
         fill: torch.Tensor,  # [E] int64: where to store records as they are read
     ) -> torch.Tensor:  # [T * K, H] float32
         """``moe`` before the sum: what each route in use adds, without its weight."""
-        assert layout.plain and activation == SILU, UNSCALED_ONLY
-        return moe_decode.route_products(x, ids, address, layout, fill, self.tuning)
+        return moe_decode.route_products(x, ids, address, layout, fill, self.tuning, activation)
 
     def route(
         self,

@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from ftd.kernels.activation import GPT_OSS, SILU
 from ftd.kernels.cpu.service import Mailbox
 from ftd.kernels.delta import DeltaWeights, LayerStates, StateRows, StateSpan
 from ftd.kernels.divide import new_shared
@@ -120,6 +121,21 @@ def launch_everything() -> None:
         for full in (False, True):
             sample.sample(logits, rows, kept, mask, out, ids, work, full=full)
     launch_delta(ops)
+    launch_scaled(ops)
+
+
+def launch_scaled(ops: CudaOps) -> None:
+    """Experts of Qwen3-30B-A3B in each format, and those of gpt-oss."""
+    i32, i64, f32 = torch.int32, torch.int64, torch.float32
+    layouts = [expert_layout(row, 2048, 768) for row in FORMATS.values() if row.scaled]
+    cases = [(layout, 8, SILU) for layout in layouts]
+    cases.append((expert_layout(FORMATS["mxfp4"], 2880, 2880, bias=True), 4, GPT_OSS))
+    address = tensor(128, dtype=i64)
+    for layout, K, activation in cases:
+        for T in (1, 8, 2048):
+            routes = tensor(T, K, dtype=i32), tensor(T, K, dtype=f32)
+            fill = address if T == 1 else None
+            ops.moe(tensor(T, layout.hidden), *routes, address, layout, activation, fill)
 
 
 def launch_delta(ops: CudaOps) -> None:
