@@ -73,6 +73,16 @@ class ComposedOps:
         self.write_kv(k, v, place, k_pages, v_pages)
         return q
 
+    # In float64: torch's vector and scalar code differ in the last bit of a float32 exponential.
+
+    def sigmoid_mul(self: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return (x.float() * gate.double().sigmoid().float()).to(x.dtype)
+
+    def add_gated(
+        self: Any, total: torch.Tensor, x: torch.Tensor, gate: torch.Tensor
+    ) -> torch.Tensor:
+        return total + x * gate.double().sigmoid().float()
+
     def delta(
         self: Any,
         qkv: torch.Tensor,
@@ -83,7 +93,6 @@ class ComposedOps:
         states: LayerStates,
         at: States,
     ) -> torch.Tensor:
-        # in float64: torch's vector and scalar code differ in the last bit of a float32 exponential
         beta = b.double().sigmoid().float()  # [T, NV]
         decay = (weights.rate * F.softplus(a.double() + weights.bias)).exp().float()
         mixed = torch.zeros(len(qkv), weights.num_value_heads, weights.value_dim)

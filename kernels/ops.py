@@ -143,6 +143,23 @@ class Ops(Protocol):
         """Norm of each head, rope, ``write_kv`` of k and v; returns q."""
         ...
 
+    def sigmoid_mul(
+        self,
+        x: torch.Tensor,  # [T, N, D] act, contiguous
+        gate: torch.Tensor,  # [T, N, D] act, a head's numbers side by side
+    ) -> torch.Tensor:  # [T, N, D] act
+        """x · sigmoid(gate) in float32, rounded."""
+        ...
+
+    def add_gated(
+        self,
+        total: torch.Tensor,  # [T, H] float32
+        x: torch.Tensor,  # [T, H] float32
+        gate: torch.Tensor,  # [T, 1] float32
+    ) -> torch.Tensor:  # [T, H] float32
+        """total + x · sigmoid(gate)."""
+        ...
+
     def delta(
         self,
         qkv: torch.Tensor,  # [T, C] act, contiguous: all q heads, then k, then v

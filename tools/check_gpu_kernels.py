@@ -277,6 +277,24 @@ def check_rows() -> None:
         )
 
 
+def check_gates() -> None:
+    for act, T in product((BF16, F32), (1, 70)):
+        run_both(
+            f"sigmoid_mul {act} {T}",
+            act,
+            lambda both: ops.sigmoid_mul(both[0], both[1]),
+            lambda both: reference.sigmoid_mul(both[0], both[1]),
+            [(torch.randn(2, T, 16, 256).to(act),) for _ in range(2)],
+        )
+        run_both(
+            f"add_gated {T}",
+            F32,
+            ops.add_gated,
+            reference.add_gated,
+            [(torch.randn(T, 2048), torch.randn(T, 2048), torch.randn(T, 1)) for _ in range(2)],
+        )
+
+
 class DeltaLayer:
     """A gated delta net of Qwen3.6's size, the same states for the reference and for the kernels.
 
@@ -621,6 +639,7 @@ def main() -> int:
             check_moe,
             check_attention,
             check_linear,
+            check_gates,
             check_delta,
             check_sample,
         ):

@@ -156,6 +156,7 @@ class DecoderFamily(ABC):
         if mlp.shared:
             gate = f"{at}.{self.shared_gate}"
             shared = SharedExpert(
+                dense.ops,
                 dense_mlp(dense, f"{at}.{self.shared}"),
                 dense.linear(gate, torch.float32) if mlp.shared.gated else None,
             )

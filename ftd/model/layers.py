@@ -137,20 +137,18 @@ class Attention:
             spec.window,
             self.sinks,
         )
-        attended = attended.view(-1, spec.num_heads * spec.head_dim)
-        if gate is not None:  # in float64: see SharedExpert
-            weight = gate.double().sigmoid().float()
-            attended = (attended.float() * weight).to(attended.dtype)
-        return self.out(attended)
+        if gate is not None:
+            attended = self.ops.sigmoid_mul(attended, gate)
+        return self.out(attended.view(-1, spec.num_heads * spec.head_dim))
 
     def _ungated(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """q, k and v without the gate between them, and the gate [T, N D]."""
+        """q, k and v without the gate between them, and the gate [T, N, D]."""
         spec = self.spec
         if not spec.gated:
             return qkv, None
         q, kv = qkv.tensor_split((2 * spec.num_heads * spec.head_dim,), dim=1)
         q, gate = q.reshape(len(q), spec.num_heads, 2, spec.head_dim).unbind(2)
-        return torch.cat((q.flatten(1), kv), dim=1), gate.flatten(1)
+        return torch.cat((q.flatten(1), kv), dim=1), gate
 
     def _normed(self, qkv: torch.Tensor, q_norm: RmsNorm, k_norm: RmsNorm) -> torch.Tensor:
         """q and k normed over all their heads."""
@@ -176,15 +174,14 @@ class DenseMlp:
 class SharedExpert:
     """An expert that serves every row, with a weight of its own where it has a gate."""
 
+    ops: Ops
     mlp: DenseMlp
     gate: Linear | None  # to one number, float32
 
-    def __call__(self, x: torch.Tensor, run: Pass) -> torch.Tensor:
+    def added(self, routed: torch.Tensor, x: torch.Tensor, run: Pass) -> torch.Tensor:
+        """What it adds to the sum of the routed experts [T, H] float32."""
         y = self.mlp(x, run)
-        if self.gate is None:
-            return y
-        # in float64: torch's vector and scalar code differ in the last bit of a float32 exponential
-        return y * self.gate(x).double().sigmoid().float()
+        return routed + y if self.gate is None else self.ops.add_gated(routed, y, self.gate(x))
 
 
 @dataclass(slots=True, eq=False)
@@ -203,4 +200,4 @@ class SparseMlp:
         if run.observer:
             run.observer.routed(self.layer, ids, weights)
         routed = run.experts.forward(self.layer, x, ids, weights)
-        return routed if self.shared is None else routed + self.shared(x, run)
+        return routed if self.shared is None else self.shared.added(routed, x, run)

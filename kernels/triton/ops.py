@@ -12,7 +12,7 @@ import torch
 from ..activation import SILU, Activation
 from ..delta import DeltaWeights, LayerStates, StateRows, States
 from ..formats import ExpertLayout, Matrix
-from . import attention, delta, delta_step, linear, moe_decode, moe_prefill, norms, route
+from . import attention, delta, delta_step, gates, linear, moe_decode, moe_prefill, norms, route
 from .moe_decode import Tuning
 
 UNSCALED_ONLY = "a model with scaled formats, biases or another activation was planned for a GPU"
@@ -172,6 +172,12 @@ class CudaOps:
 
     def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return norms.silu_mul(gate, up)
+
+    def sigmoid_mul(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return gates.sigmoid_mul(x, gate)
+
+    def add_gated(self, total: torch.Tensor, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return gates.add_gated(total, x, gate)
 
     def delta(
         self,

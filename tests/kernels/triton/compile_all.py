@@ -120,6 +120,9 @@ def launch_everything() -> None:
         work, ids = sample.Work(8, V, "meta"), tensor(4, dtype=i64)
         for full in (False, True):
             sample.sample(logits, rows, kept, mask, out, ids, work, full=full)
+    both = tensor(4, 16, 2, 256)
+    ops.sigmoid_mul(tensor(4, 16, 256), both[:, :, 1])
+    ops.add_gated(tensor(4, 2048, dtype=f32), tensor(4, 2048, dtype=f32), tensor(4, 1, dtype=f32))
     launch_delta(ops)
     launch_scaled(ops)
 

@@ -260,3 +260,13 @@ class TestRows:
         logits[3] = float("nan")
         ids, _ = ops.route(logits, k, normalise)
         assert ((ids >= 0) & (ids < E)).all()
+
+
+@pytest.mark.parametrize("act", ACT, ids=str)
+def test_gates_weight_heads_and_rows(act):
+    both = torch.randn(5, 3, 2, 40).to(act)
+    x, gate = both[:, :, 0].contiguous(), both[:, :, 1]
+    assert_near(ops.sigmoid_mul(x, gate), reference.sigmoid_mul(x, gate), act)
+    total, y, weight = torch.randn(5, 1100), torch.randn(5, 1100), 3 * torch.randn(5, 1)
+    mine = ops.add_gated(total, y, weight)
+    assert_near(mine, reference.add_gated(total, y, weight), torch.float32)
