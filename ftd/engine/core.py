@@ -528,6 +528,9 @@ class EngineCore:
         self.totals.steps += 1
         self.totals.prompt_tokens += prompt
         self._meter.step(drawn, prompt, seconds)
+        if self.profiling is not None:
+            misses = self.experts.counters().misses
+            self.profiling.stepped(rows if prompt == 0 else 0, misses, seconds)
 
     def status(self) -> EngineStatus:
         now_s = self._clock()

@@ -15,6 +15,7 @@ import structlog
 
 from ftd.errors import Busy, ConfigError
 from ftd.experts.measure import FULL, QUICK, Bench, Slice, measure
+from ftd.experts.modes import Mode, State, Tuning, after_step
 from ftd.experts.profile import BATCHES, Profile
 from ftd.experts.profile_store import ProfileStore
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from ftd.engine.core import EngineCore
 
 log = structlog.get_logger(__name__)
+
+TUNING = Tuning()
 
 
 class Divides(Protocol):
@@ -53,6 +56,9 @@ class Profiling:
         self._bench, self._experts, self._clock = bench, experts, clock
         self._calibrates = calibrates
         self._measuring: Generator[Slice, None, Profile] | None = None
+        self._tables: dict[int, Sequence[int]] = {}  # by rows, as the profile divides
+        self._modes: dict[int, State] = {}  # of those that leave something to the CPU
+        self._misses = 0  # since loading
 
     def start(self) -> None:
         """Take the stored profile if there is one for this machine, else a quick calibration."""
@@ -76,20 +82,62 @@ class Profiling:
         """Divide misses as it says, from the next step on."""
         self.profile = profile
         of = self._bench.experts_per_token
-        tables = [profile.fetch_of(batch, of) for batch in BATCHES]
-        if self._bench.has_link and all(tables):
-            self._experts.split([table or () for table in tables])
-        log.info("profile.taken", of=self.source, fetch_of=tables[0])
+        tables = {batch: profile.fetch_of(batch, of) for batch in BATCHES}
+        self._tables = {batch: table for batch, table in tables.items() if table}
+        self._modes = {}
+        if self._bench.has_link and self._tables:
+            divided = {b for b, t in self._tables.items() if t != tuple(range(len(t)))}
+            self._modes = {batch: State() for batch in divided if self._bench.has_cpu}
+            self._tell()
+        log.info("profile.taken", of=self.source, fetch_of=tables[1])
+
+    def stepped(self, rows: int, misses: int, seconds: float) -> None:
+        """A step is over: leave the way of dividing that is measured slower.
+
+        Args:
+            rows: of a decode step; of others 0.
+            misses: since loading.
+        """
+        missed, self._misses = misses - self._misses, misses
+        batch = next((b for b in BATCHES if b >= rows), 0) if rows else 0
+        state = self._modes.get(batch)
+        if state is None:
+            return
+        after = self._modes[batch] = after_step(state, TUNING, seconds, missed)
+        if after.mode is not state.mode:
+            self._tell()
+        if after.settled is not state.settled:
+            log.info(
+                "split.changed",
+                rows=batch,
+                mode=str(after.settled),
+                split_ms=round(1000 * after.split_s, 3),
+                link_ms=round(1000 * after.link_s, 3),
+            )
+
+    def _tell(self) -> None:
+        """The experts, how each batch size divides."""
+        self._experts.split(
+            [
+                range(len(table)) if self._mode(batch) is Mode.LINK else table
+                for batch, table in self._tables.items()
+            ]
+        )
+
+    def _mode(self, batch: int) -> Mode:
+        return self._modes[batch].mode if batch in self._modes else Mode.SPLIT
 
     @property
     def source(self) -> str:
         """Where the rates in force come from, for people."""
         if self.profile is None:
             return ""
-        if self.profile.quick:
-            return "a quick calibration at the start"
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.profile.measured_at))
-        return f"the profile of {when}"
+        kind = (
+            "a quick calibration at the start" if self.profile.quick else f"the profile of {when}"
+        )
+        left = [str(b) for b, state in self._modes.items() if state.settled is Mode.LINK]
+        return f"{kind}; with {', '.join(left)} rows all over the link was faster" if left else kind
 
     @property
     def experts_per_token(self) -> int:

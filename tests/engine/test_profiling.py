@@ -114,6 +114,35 @@ def test_where_there_is_no_link_nothing_is_divided(tmp_path):
     assert profiling.profile is not None and told.tables == []
 
 
+def test_a_split_that_is_measured_slower_is_left_for_its_batch_size_alone(tmp_path):
+    ProfileStore(tmp_path).save(PROFILE)
+    profiling, told, _ = make(tmp_path)
+    profiling.start()
+    divided = [PROFILE.fetch_of(batch, 4) for batch in (1, 2, 4, 8)]
+    every = [tuple(range(len(table))) for table in divided]
+    misses = 0
+    for _ in range(2000):
+        misses += 5
+        slower = told.tables[-1][2] == divided[2]
+        profiling.stepped(3, misses, 3e-3 if slower else 2e-3)
+        profiling.stepped(0, misses := misses + 50, 1.0)  # of prompts: tells nothing
+        profiling.stepped(1, misses, 9e-3)  # missed nothing
+    assert told.tables[-1] == [divided[0], divided[1], every[2], divided[3]]
+    assert profiling.source.endswith("; with 4 rows all over the link was faster")
+    profiling.take(PROFILE)
+    assert told.tables[-1] == divided, "a new profile begins anew"
+
+
+def test_where_the_link_takes_all_nothing_is_tried(tmp_path):
+    slow = replace(PROFILE, figures=(replace(FIGURES, cpu=Line(1.0, 0.0)),))
+    ProfileStore(tmp_path).save(slow)
+    profiling, told, _ = make(tmp_path)
+    profiling.start()
+    for step in range(1000):
+        profiling.stepped(1, 5 * step, 1e-3)
+    assert len(told.tables) == 1
+
+
 def test_an_engine_measures_between_its_steps(script_model_dir, tmp_path):
     with engine_core(script_model_dir, profile_dir=tmp_path, expert_slots=4) as core:
         undisturbed = answer_all(core, [request("a", range(5, 15))])["a"]
