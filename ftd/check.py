@@ -25,10 +25,11 @@ from ftd.checkpoint.source import ModelSource, NotDownloaded, resolve
 from ftd.checkpoint.stored import StoredMatrix
 from ftd.config import Config, HttpAddress, flag, shown
 from ftd.cuda.device import choose_gpu
-from ftd.engine.loading import Prepared, prepare, refuse_anchor_dir
+from ftd.engine.loading import Prepared, prepare
 from ftd.errors import FtdError
 from ftd.http.listening import not_listening
 from ftd.kernels.cpu import native
+from ftd.kv.disk import try_directory
 from ftd.memory.machine import Machine, read_machine
 from ftd.memory.plan import MemoryPlan
 from ftd.model.spec import ModelSpec, MoeSpec
@@ -97,7 +98,8 @@ def examine(config: Config, machine: Machine) -> Report:
         prepared = prepare(source.path, config, machine)
         findings += [*device_findings(config, prepared.plan)]
         findings += plan_findings(prepared.spec, prepared.plan)
-        findings += refusal(partial(refuse_anchor_dir, config, prepared))
+        if config.anchor_dir is not None:
+            findings += refusal(partial(try_directory, config.anchor_dir))
     except NotDownloaded as e:
         findings.append(Finding(Severity.NOTE, f"not checked: {e.message}", e.hint))
     except FtdError as e:

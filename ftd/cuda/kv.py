@@ -123,6 +123,11 @@ class CudaKvCache(KvCache):
         self._joined = False
         return on_stream(self._copies)
 
+    def mark(self) -> Marker:
+        marker = Marker(self._ranges.device)
+        marker.mark()
+        return marker
+
     def join(self) -> None:
         if not self._joined and self._copies is not None:
             self._copied.hold(torch.cuda.current_stream(self._ranges.device))

@@ -70,7 +70,9 @@ class Holdings:
         self.restoring = self._restoring(store)
 
     def _restoring(self, store: DiskStore | None) -> Restoring:
-        return Restoring(store, self.tree, self.pages, self.kv, self.anchors, self.host)
+        return Restoring(
+            store, self.tree, self.pages, self.kv, self.anchors, self.host, self.recurrence
+        )
 
     # ---- beginnings
 
@@ -178,11 +180,11 @@ class Holdings:
         """All it holds; what is computed stays cached while there is room."""
         ids, chance = sequence.ids[: sequence.computed], self._chance(sequence)
         self.tree.insert(ids, sequence.pages, ends=True, chance=chance)
+        self.recurrence.leave(sequence)
         if not sequence.request.passing:
             self.restoring.offer(sequence, chance, answered)
         turn = [Anchor(sequence.computed, AnchorKind.TURN)] if answered and ids else []
         self.note_anchors(sequence, [*sequence.request.anchors, *turn])
-        self.recurrence.leave(sequence)
         self.pages.release(sequence.leave())
 
     def throw_away(self, sequence: Sequence) -> None:

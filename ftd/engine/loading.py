@@ -45,7 +45,7 @@ from ftd.engine.cuda_runner import CudaRunner
 from ftd.engine.profiling import Profiling
 from ftd.engine.runner import CpuRunner, Runner
 from ftd.engine.thread import EngineThread
-from ftd.errors import CheckpointError, ConfigError, NotReady
+from ftd.errors import CheckpointError, NotReady
 from ftd.experts.host_pool import HostPool
 from ftd.experts.runtime import ExpertRuntime
 from ftd.kernels.cpu import native
@@ -197,7 +197,8 @@ def load_core(
 ) -> EngineCore:
     """``load_engine`` without the thread: the caller drives the steps."""
     spec, plan, layout = prepared.spec, prepared.plan, prepared.layout
-    refuse_anchor_dir(config, prepared)
+    if config.anchor_dir is not None:
+        try_directory(config.anchor_dir)
     with ExitStack() as undo:  # what a failed load has taken; a good one hands it to the core
         pool = HostPool(
             len(spec.moe_layers),
@@ -256,19 +257,8 @@ def _disk_store(config: Config, path: Path, prepared: Prepared, core: EngineCore
         model = checkpoint_digest(prepared.checkpoint, dtype, core.kv.page_tokens)
     except OSError as error:
         raise CheckpointError(f"the weights cannot be read again: {error}") from error
-    return DiskStore(path, model, config.anchor_bytes, core.kv, core.pages)
-
-
-def refuse_anchor_dir(config: Config, prepared: Prepared) -> None:
-    """Raises ConfigError where KV cannot be kept on disk."""
-    if config.anchor_dir is None:
-        return
-    if prepared.plan.num_states:
-        raise ConfigError(
-            f"--anchor-dir keeps KV only, {prepared.spec.model_type} has recurrent states as well",
-            hint="leave it out",
-        )
-    try_directory(config.anchor_dir)
+    states = core.held.recurrence.pool
+    return DiskStore(path, model, config.anchor_bytes, core.kv, core.pages, states=states)
 
 
 def _import_gpu_kernels() -> None:

@@ -159,6 +159,15 @@ class Recurrence:
             self._keep(sequence.ids[: sequence.computed], slot, chance(AnchorKind.TURN))
         self.pool.release(slot)
 
+    def put_back(self, ids: array[int], chance_of: float) -> int | None:
+        """Keep a state that comes from elsewhere; returns the slot to write it to, if any."""
+        if self.store.find(ids, len(ids)) == len(ids) or not self._has_room():
+            return None
+        if (slot := self.pool.allocate_kept()) is not None:
+            self.store.keep(ids, slot, chance_of)
+            self.pool.release(slot)
+        return slot
+
     def clear(self) -> None:
         """Forget what is kept."""
         self.store.clear()

@@ -13,14 +13,13 @@ from array import array
 from contextlib import suppress
 
 import structlog
-import torch
 
+from ftd.engine.recurrence import Recurrence
 from ftd.kv.anchor_book import AnchorBook
 from ftd.kv.anchors import Anchor, AnchorInfo, AnchorKind
-from ftd.kv.block_file import Head
-from ftd.kv.cache import KvCache
-from ftd.kv.disk import DiskStore, Reading
-from ftd.kv.host import Found, HostTier, Landing
+from ftd.kv.cache import KvCache, Landing
+from ftd.kv.disk import Block, DiskStore, Reading
+from ftd.kv.host import Found, HostTier
 from ftd.kv.pages import PagePool
 from ftd.kv.prefix_tree import PrefixTree
 from ftd.schedule.sequence import Sequence
@@ -43,8 +42,10 @@ class Restoring:
         kv: KvCache,
         anchors: AnchorBook,
         host: HostTier | None = None,
+        recurrence: Recurrence | None = None,
     ) -> None:
         self._store, self._host = store, host
+        self._recurrence = recurrence if recurrence and recurrence.is_used else None
         self._tree, self._pages, self._kv, self._anchors = tree, pages, kv, anchors
         self._readings: dict[str, Reading] = {}
         self._brought: dict[str, Landing | None] = {}  # who was next in line, and what comes
@@ -112,6 +113,8 @@ class Restoring:
         if self._host and (found := self._host.find(sequence.ids, here.pages)):
             known = max(known, found.tokens)
             self._host.release(found)
+        if self._recurrence:
+            known = self._recurrence.within(sequence.ids, known)
         known += self._pages.page_tokens
         if known >= len(sequence.ids):
             return
@@ -128,9 +131,9 @@ class Restoring:
         for key, reading in list(self._readings.items()):
             over = reading.over  # looked at first: nothing comes behind it
             while reading.blocks:
-                head, tokens, pages = reading.blocks.popleft()
+                block = reading.blocks.popleft()
                 reading.room.release()
-                if not self._put(reading.ids, head, tokens, pages):
+                if not self._put(reading.ids, block):
                     reading.blocks.clear()
                     over = True
             if over:
@@ -145,7 +148,8 @@ class Restoring:
         if turn:
             anchors.append((sequence.computed, str(AnchorKind.TURN), session))
         ids = sequence.ids[: sequence.computed]
-        self._store.offer(ids, sequence.pages, chance, tuple(anchors))
+        states = self._recurrence.store.path(ids) if self._recurrence else ()
+        self._store.offer(ids, sequence.pages, chance, tuple(anchors), states)
 
     def drop(self, session: str | None = None) -> None:
         """Forget what is in host memory of a session, or all, and then what is on disk as well."""
@@ -196,11 +200,12 @@ class Restoring:
             last[entry.key] = before
         return infos
 
-    def _put(self, ids: array[int], head: Head, tokens: int, data: torch.Tensor) -> bool:
+    def _put(self, ids: array[int], block: Block) -> bool:
         """The first tokens of a block into the prefix tree.
 
         False: what comes before it has gone, or there are no pages.
         """
+        head, tokens, data, states = block
         end = head.begin + tokens
         pages, part, _ = self._tree.match(ids, head.begin)
         if part:
@@ -217,6 +222,11 @@ class Restoring:
         pages.extend(new)
         self._tree.insert(ids[:end], pages, ends=True, chance=head.chance)
         self._pages.release(pages)
+        for position, chance in head.states:
+            if position <= end and self._recurrence and self._kv.states:
+                slot = self._recurrence.put_back(ids[:position], chance)
+                if slot is not None:
+                    self._kv.states.slot(slot).copy_(states[position])
         for position, kind, session in head.anchors:
             with suppress(ValueError):  # a kind that a later version knows
                 anchor = Anchor(position, AnchorKind(kind))

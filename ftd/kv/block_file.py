@@ -1,6 +1,6 @@
 """Keys and values of a block of tokens as a file that is checked whole before it is used.
 
-    magic, format, length of the head | head: JSON | token ids | pages of KV | digest of all
+    magic, format, length of head | head: JSON | token ids | pages of KV | states | digest of all
 
 A file is named by its block's key: a digest of the model, of every token before the block and of
 those in it. So a name is found by looking at a prompt, and nothing else can lie under it.
@@ -41,6 +41,12 @@ class Head:
     kv_bytes: int
     chance: float  # of a match
     anchors: tuple[tuple[int, str, str], ...] = ()  # position, kind, session
+    states: tuple[tuple[int, float], ...] = ()  # of recurrent layers: position, chance of a match
+    state_bytes: int = 0  # of each
+
+    @property
+    def data_bytes(self) -> int:
+        return self.kv_bytes + len(self.states) * self.state_bytes
 
 
 def block_key(model: str, parent: str, ids: array[int]) -> str:
@@ -49,10 +55,10 @@ def block_key(model: str, parent: str, ids: array[int]) -> str:
     return blake2b(before + ids.tobytes(), digest_size=20).hexdigest()
 
 
-def write_block(path: Path, head: Head, ids: array[int], kv: bytes | memoryview) -> int:
+def write_block(path: Path, head: Head, ids: array[int], *data: bytes | memoryview) -> int:
     """Write a file that is whole or not there; returns its bytes. Raises OSError."""
     facts = orjson.dumps(head)
-    parts = (_START.pack(_MAGIC, FORMAT, len(facts)), facts, ids.tobytes(), kv)
+    parts = (_START.pack(_MAGIC, FORMAT, len(facts)), facts, ids.tobytes(), *data)
     digest = blake2b(digest_size=_DIGEST_BYTES)
     part_file = path.with_suffix(".part")
     try:
@@ -80,20 +86,22 @@ def read_head(path: Path, model: str) -> tuple[Head, array[int], int]:
         head, start = _parse_head(begin, model)
         begin += file.read(max(0, start + 4 * head.tokens - len(begin)))
         size = os.fstat(file.fileno()).st_size
-    whole = start + 4 * head.tokens + head.kv_bytes + _DIGEST_BYTES
+    whole = start + 4 * head.tokens + head.data_bytes + _DIGEST_BYTES
     if size != whole:
         raise BlockUnusable(f"it has {size:,} bytes, its head says {whole:,}")
     return head, _tokens(path, head, begin, start), size
 
 
 def read_block(path: Path, model: str) -> tuple[Head, array[int], memoryview]:
-    """Head, tokens, keys and values, all checked. Raises as ``read_head``."""
+    """Head, tokens, and ``data_bytes`` of KV and states, all checked. Raises as ``read_head``."""
     data = path.read_bytes()
     head, start = _parse_head(data, model)
     if blake2b(data[:-_DIGEST_BYTES], digest_size=_DIGEST_BYTES).digest() != data[-_DIGEST_BYTES:]:
         raise BlockUnusable("its digest does not fit its content")
-    kv = memoryview(data)[start + 4 * head.tokens : -_DIGEST_BYTES]
-    return head, _tokens(path, head, data, start), kv
+    rest = memoryview(data)[start + 4 * head.tokens : -_DIGEST_BYTES]
+    if len(rest) != head.data_bytes:
+        raise BlockUnusable(f"it holds {len(rest):,} bytes, its head says {head.data_bytes:,}")
+    return head, _tokens(path, head, data, start), rest
 
 
 def _tokens(path: Path, head: Head, data: bytes, start: int) -> array[int]:
@@ -127,10 +135,11 @@ def _head(data: bytes) -> Head:
     try:
         facts: dict[str, Any] = orjson.loads(data)
         anchors = tuple((int(at), str(kind), str(who)) for at, kind, who in facts.pop("anchors"))
-        head = Head(**facts, anchors=anchors)
+        states = tuple((int(at), float(chance)) for at, chance in facts.pop("states"))
+        head = Head(**facts, anchors=anchors, states=states)
     except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise BlockUnusable("its head is damaged") from error
-    numbers = (head.begin, head.tokens, head.kv_bytes)
+    numbers = (head.begin, head.tokens, head.kv_bytes, head.state_bytes)
     if not all(isinstance(n, int) and n >= 0 for n in numbers) or not isinstance(
         head.chance, int | float
     ):

@@ -45,6 +45,9 @@ class BlockIndex:
     def __contains__(self, key: str) -> bool:
         return key in self._entries
 
+    def get(self, key: str) -> Entry | None:
+        return self._entries.get(key)
+
     def add(self, entry: Entry) -> None:
         assert entry.key not in self._entries, entry.key
         self._entries[entry.key] = entry

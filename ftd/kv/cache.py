@@ -10,6 +10,7 @@ import mmap
 from collections.abc import Sequence
 from contextlib import suppress
 from math import prod
+from typing import Protocol
 
 import torch
 
@@ -22,6 +23,13 @@ _ALIGN_BYTES = 4096  # a page of memory: no two tensors share one
 _MOVED_AT_ONCE = 256  # pages: what is copied stands twice in memory for a moment
 # Address space beyond what is in use must not count as memory that was promised.
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # <linux/mman.h>; Python names it from 3.13 on
+
+
+class Landing(Protocol):
+    """Work on its way."""
+
+    def passed(self) -> bool: ...
+    def wait(self) -> None: ...
 
 
 class KvCache:
@@ -119,6 +127,10 @@ class KvCache:
         """[n, page_bytes] uint8 for ``scatter`` to read from; from any thread."""
         return torch.empty(num_pages, self.page_bytes, dtype=torch.uint8)
 
+    def mark(self) -> Landing:
+        """A place behind all that steps launched so far write."""
+        return _Done()
+
     def join(self) -> None:
         """Steps launched from here on come behind all copies of pages that run beside them."""
 
@@ -129,6 +141,14 @@ class KvCache:
         """Give the memory back. Views that outlive this read zeros."""
         self.k, self.v = [], []
         self._memory.madvise(mmap.MADV_DONTNEED)
+
+
+class _Done:
+    def passed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
 
 
 def _aligned(num_bytes: int) -> int:

@@ -15,20 +15,24 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import structlog
 import torch
 
 from ftd.errors import ConfigError
+from ftd.kv.anchors import AnchorKind
 from ftd.kv.block_file import SUFFIX, BlockUnusable, Head, read_block, read_head, write_block
 from ftd.kv.block_index import BlockIndex, Entry
-from ftd.kv.cache import KvCache
+from ftd.kv.cache import KvCache, Landing
 from ftd.kv.pages import PagePool
+from ftd.kv.states import KeptState, StatePool
+from ftd.kv.value import chance
 
 log = structlog.get_logger(__name__)
 
@@ -38,6 +42,29 @@ AHEAD_BLOCKS = 4  # read and checked before the engine has taken them
 REST_S = 60.0  # after a disk that refused to be written
 CLOSE_S = 10.0
 LOOK_S = 0.005
+# Of a recurrent state to be resumed from, below which its many bytes are not worth a place on disk.
+LEAST_CHANCE = chance(AnchorKind.TURN)
+
+Data = bytes | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class StateAt:
+    """A kept state of recurrent layers."""
+
+    position: int
+    chance: float
+    slot: int
+    life: int  # of the slot
+
+
+class Block(NamedTuple):
+    """What has been read of a file."""
+
+    head: Head
+    tokens: int  # that agree with the prompt
+    pages: torch.Tensor  # [n, page_bytes] uint8
+    states: Mapping[int, torch.Tensor]  # by position, [state_bytes] uint8
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +76,8 @@ class Offer:
     lives: tuple[int, ...]  # of the pages
     chance: float
     anchors: tuple[tuple[int, str, str], ...]  # position, kind, session
+    states: tuple[StateAt, ...]
+    ready: Landing  # all of it has been computed
 
 
 @dataclass(slots=True)
@@ -57,7 +86,7 @@ class Reading:
 
     ids: array[int]
     entries: Sequence[tuple[Entry, int]]  # and how many tokens of each
-    blocks: deque[tuple[Head, int, torch.Tensor]] = field(default_factory=deque)
+    blocks: deque[Block] = field(default_factory=deque)
     over: bool = False  # no more will come
     unwanted: bool = False
     room: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(AHEAD_BLOCKS))
@@ -86,6 +115,18 @@ def _unusable(directory: Path, error: OSError) -> ConfigError:
     )
 
 
+def _up_to_a_state(
+    entries: list[tuple[Entry, int]], known_tokens: int, prompt_tokens: int
+) -> list[tuple[Entry, int]]:
+    """What lies behind the last state that a prompt can begin with is of no use to it."""
+    last = 0
+    for i, (entry, tokens) in enumerate(entries, start=1):
+        end = min(entry.head.begin + tokens, prompt_tokens - 1)
+        if any(known_tokens < position <= end for position, _ in entry.head.states):
+            last = i
+    return entries[:last]
+
+
 class DiskStore:
     """
     Args:
@@ -93,6 +134,7 @@ class DiskStore:
         model: digest of weights, type and layout.
         limit_bytes: of this model's files.
         wake: called from the worker when something has been read.
+        states: accounts of ``kv.states``, of a model that has them.
     Raises:
         ConfigError: the directory cannot be used.
     """
@@ -105,11 +147,12 @@ class DiskStore:
         kv: KvCache,
         pool: PagePool,
         wake: Callable[[], None] = lambda: None,
+        states: StatePool | None = None,
     ) -> None:
         self.wake = wake
         self._directory = directory / model[:16]
         self._limit_bytes = limit_bytes
-        self._kv, self._pool = kv, pool
+        self._kv, self._pool, self._states = kv, pool, states
         self._index = BlockIndex(model, BLOCK_PAGES * pool.page_tokens)
         self._lock = threading.Lock()  # of the index
         self._jobs: deque[Offer] = deque()
@@ -139,18 +182,31 @@ class DiskStore:
         pages: Sequence[int],
         chance: float,
         anchors: tuple[tuple[int, str, str], ...],
+        states: Sequence[KeptState] = (),
     ) -> None:
-        """Have what is computed of a sequence written; its pages are in the prefix tree."""
+        """Have what is computed of a sequence written; its pages are in the prefix tree.
+
+        Args:
+            states: kept ones that its tokens come by.
+        """
         lives = tuple(self._pool.lives[page] for page in pages)
+        at = tuple(
+            StateAt(s.position, s.chance, s.slot, self._states.lives[s.slot])
+            for s in states
+            if self._states and s.chance >= LEAST_CHANCE
+        )
         if len(self._jobs) >= MOST_JOBS:
             self._jobs.popleft()
-        self._jobs.append(Offer(ids, array("i", pages), lives, chance, anchors))
+        kept = array("i", pages)
+        self._jobs.append(Offer(ids, kept, lives, chance, anchors, at, self._kv.mark()))
         self._work.release()
 
     def read(self, ids: array[int], known_tokens: int) -> Reading | None:
         """Begin to read what the disk has of ``ids`` beyond ``known_tokens``; None: nothing."""
         with self._lock:
             entries = self._index.known(ids)
+        if self._states and self._states.num_slots:
+            entries = _up_to_a_state(entries, known_tokens, len(ids))
         wanted = [(e, n) for e, n in entries if e.head.begin + n > known_tokens]
         if not wanted:
             return None
@@ -205,12 +261,17 @@ class DiskStore:
         if time.monotonic() < self._rests_until_s:
             return
         begin = 0
+        offer.ready.wait()
         for key, parent, ids in list(self._index.blocks(offer.ids)):
             with self._lock:
-                known = key in self._index
-            if not known and not self._write_block(offer, key, parent, begin, ids):
+                known = self._index.get(key)
+            stored = {position for position, _ in known.head.states} if known else set()
+            end = begin + len(ids)
+            lacking = any(begin < s.position <= end and s.position not in stored
+                          for s in offer.states)  # fmt: skip
+            if (known is None or lacking) and not self._write_block(offer, key, parent, begin, ids):
                 return
-            begin += len(ids)
+            begin = end
 
     def _write_block(
         self, offer: Offer, key: str, parent: str, begin: int, ids: array[int]
@@ -228,10 +289,21 @@ class DiskStore:
         end = begin + len(ids)
         anchors = tuple(a for a in offer.anchors if begin < a[0] <= end)
         kv = data.numpy().data.cast("B")
-        head = Head(self._index.model, parent, begin, len(ids), len(kv), offer.chance, anchors)
         path = self._directory / f"{key}{SUFFIX}"
+        states = self._stored_states(key, path) | self._states_within(offer, begin, end)
+        head = Head(
+            self._index.model,
+            parent,
+            begin,
+            len(ids),
+            len(kv),
+            offer.chance,
+            anchors,
+            tuple((position, states[position][0]) for position in sorted(states)),
+            self._state_bytes,
+        )
         try:
-            size = write_block(path, head, ids, kv)
+            size = write_block(path, head, ids, kv, *(states[p][1] for p in sorted(states)))
         except OSError as error:
             self._rests_until_s = time.monotonic() + REST_S
             log.warning("anchors.not_written", cause=str(error), rest_s=REST_S)
@@ -239,10 +311,41 @@ class DiskStore:
         with self._lock:
             for entry in self._index.covered(parent, ids):
                 self._remove(entry)
+            self._index.remove(key)
             self._index.add(Entry(key, head, ids, size, time.time()))
             for entry in self._index.first_out(self._limit_bytes):
                 self._remove(entry)
         return True
+
+    @property
+    def _state_bytes(self) -> int:
+        return self._kv.states.slot_bytes if self._kv.states else 0
+
+    def _states_within(self, offer: Offer, begin: int, end: int) -> dict[int, tuple[float, Data]]:
+        """By position, with the chance of a match, those that are kept still."""
+        found: dict[int, tuple[float, Data]] = {}
+        for state in offer.states:
+            if self._kv.states and self._states and begin < state.position <= end:
+                data = self._kv.states.slot(state.slot).cpu().numpy().tobytes()
+                if self._states.lives[state.slot] == state.life:
+                    found[state.position] = (state.chance, data)
+        return found
+
+    def _stored_states(self, key: str, path: Path) -> dict[int, tuple[float, Data]]:
+        """Those of a file that is about to be written anew."""
+        with self._lock:
+            if key not in self._index:
+                return {}
+        try:
+            head, _, data = read_block(path, self._index.model)
+        except (BlockUnusable, OSError) as error:
+            self._ignore(path, error)
+            return {}
+        size, first = head.state_bytes, head.kv_bytes
+        return {
+            position: (chance, data[first + i * size :][:size])
+            for i, (position, chance) in enumerate(head.states)
+        }
 
     def _read(self, reading: Reading) -> None:
         self._reading = reading
@@ -252,8 +355,8 @@ class DiskStore:
                 break
             path = self._directory / f"{entry.key}{SUFFIX}"
             try:
-                head, ids, kv = read_block(path, self._index.model)
-                pages = self._pages(head, kv)
+                head, ids, data = read_block(path, self._index.model)
+                block = self._block(head, tokens, data)
             except (BlockUnusable, OSError) as error:
                 self._ignore(path, error)
                 with self._lock:
@@ -262,21 +365,28 @@ class DiskStore:
             assert reading.ids[head.begin : head.begin + tokens] == ids[:tokens], head.begin
             entry.used_s = time.time()
             os.utime(path)
-            reading.blocks.append((head, tokens, pages))
+            reading.blocks.append(block)
             self.wake()
         reading.over = True
         self.wake()
 
-    def _pages(self, head: Head, kv: memoryview) -> torch.Tensor:
-        """[n, page_bytes] uint8."""
+    def _block(self, head: Head, tokens: int, rest: memoryview) -> Block:
+        kv, states = rest[: head.kv_bytes], rest[head.kv_bytes :]
         pages = -(-head.tokens // self._pool.page_tokens)
         if len(kv) != pages * self._kv.page_bytes:
             raise BlockUnusable(
                 f"it holds {len(kv):,} bytes of KV, {pages * self._kv.page_bytes:,} are right"
             )
+        size = self._state_bytes
+        if head.states and head.state_bytes != size:
+            raise BlockUnusable(f"it holds states of {head.state_bytes:,} bytes, not {size:,}")
         data = self._kv.staging(pages)
         data.numpy().reshape(-1)[:] = np.frombuffer(kv, np.uint8)
-        return data
+        found = {
+            position: torch.frombuffer(bytearray(states[i * size :][:size]), dtype=torch.uint8)
+            for i, (position, _) in enumerate(head.states)
+        }
+        return Block(head, tokens, data, found)
 
     def _scan(self) -> None:
         """Find the blocks of earlier runs."""

@@ -19,19 +19,13 @@ import torch
 
 from ftd.kv.anchor_book import AnchorBook
 from ftd.kv.anchors import AnchorInfo, KeptAnchor
+from ftd.kv.cache import Landing
 from ftd.kv.pages import PagePool
 from ftd.kv.prefix_tree import PrefixTree
 from ftd.kv.runs import Run
 from ftd.kv.value import rank_of_pages
 
 GHOST = -1  # a page that is not here
-
-
-class Landing(Protocol):
-    """Copies on their way."""
-
-    def passed(self) -> bool: ...
-    def wait(self) -> None: ...
 
 
 class Movable(Protocol):

@@ -35,6 +35,7 @@ class StatePool:
         self._free_kept = list(range(num_slots - 1, num_live - 1, -1))  # a stack, as in PagePool
         self._free = list(range(num_live - 1, -1, -1)) if num_live else self._free_kept
         self._users = [0] * num_slots
+        self.lives = [0] * num_slots  # how often each has come free; only grows
 
     @property
     def free(self) -> int:
@@ -72,6 +73,7 @@ class StatePool:
         assert self._users[slot] > 0, f"slot {slot} has no user"
         self._users[slot] -= 1
         if self._users[slot] == 0:
+            self.lives[slot] += 1
             (self._free if slot < self.num_live else self._free_kept).append(slot)
 
 
@@ -134,6 +136,13 @@ class StateStore:
     def find(self, ids: array[int], limit: int) -> int:
         """The deepest position, at most ``limit``, with a kept state of these tokens; or 0."""
         return self._deepest(ids, min(limit, len(ids))).position
+
+    def path(self, ids: array[int]) -> list[KeptState]:
+        """The kept states that these tokens come by, in order."""
+        found, node = [], self._root
+        while after := next((c for c in node.children if _leads(c, ids, len(ids))), None):
+            found.append(node := after)
+        return found
 
     def take(self, ids: array[int], position: int) -> int | None:
         """The slot of the state that ``find`` found, with the caller as a further user.

@@ -147,3 +147,20 @@ def test_a_page_that_is_no_longer_there_is_not_read():
         assert core.kv.gather([1, 24]) is None
         kv = core.kv
     assert kv.gather([1]) is None
+
+
+def test_recurrent_states_of_the_device_survive_on_disk(tmp_path):
+    path = ORACLES / "qwen3_next"
+    with cuda_core(path, slots=9, num_pages=60, max_running=2) as core:
+        open_disk(core, tmp_path)
+        first = ask(core, "first", PROMPT)
+        close_disk(core)
+    with cuda_core(path, slots=9, num_pages=22, max_running=2, host_pages=64) as core:
+        open_disk(core, tmp_path)
+        again = ask(core, "again", PROMPT)
+        assert (again.tokens, again.reused) == (first.tokens, 288)  # its last whole page
+        ask(core, "other", OTHER)
+        again = ask(core, "once more", PROMPT)  # pages from host memory, the state is kept there
+        assert again.tokens == first.tokens and again.reused >= 288
+        assert core.held.host.pages_loaded
+        close_disk(core)

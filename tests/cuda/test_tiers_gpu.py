@@ -26,10 +26,10 @@ pytestmark = [
 MODEL = ORACLES / "qwen3_moe"
 
 
-def gpu_core(**more):
+def gpu_core(model=MODEL, **more):
     from ftd.kernels.triton.ops import CudaOps
 
-    return cuda_core(MODEL, ops=CudaOps(), device="cuda:0", slots=9, **more)
+    return cuda_core(model, ops=CudaOps(), device="cuda:0", slots=9, **more)
 
 
 def test_what_was_evicted_comes_back_from_host_memory():
@@ -53,6 +53,19 @@ def test_pages_survive_on_disk(tmp_path):
         open_disk(core, tmp_path)
         again = ask(core, "again", PROMPT)
         assert (again.tokens, again.reused) == (first.tokens, len(PROMPT) - 1)
+        close_disk(core)
+
+
+def test_recurrent_states_survive_on_disk(tmp_path):
+    path = ORACLES / "qwen3_next"
+    with gpu_core(path, num_pages=60, max_running=2) as core:
+        open_disk(core, tmp_path)
+        first = ask(core, "first", PROMPT)
+        close_disk(core)
+    with gpu_core(path, num_pages=60, max_running=2) as core:
+        open_disk(core, tmp_path)
+        again = ask(core, "again", PROMPT)
+        assert (again.tokens, again.reused) == (first.tokens, 288)  # its last whole page
         close_disk(core)
 
 

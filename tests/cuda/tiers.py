@@ -40,7 +40,9 @@ def check_host(core):
 
 
 def open_disk(core, directory, limit_bytes=10**9):
-    core.keep_on_disk(DiskStore(directory, "0" * 40, limit_bytes, core.kv, core.pages))
+    states = core.held.recurrence.pool
+    store = DiskStore(directory, "0" * 40, limit_bytes, core.kv, core.pages, states=states)
+    core.keep_on_disk(store)
 
 
 def close_disk(core):

@@ -11,12 +11,13 @@ import structlog
 
 from ftd.config import load_config
 from ftd.engine.api import EngineRequest, Sampling
-from ftd.engine.loading import load_core, load_engine, prepare
+from ftd.engine.loading import load_engine, prepare
 from ftd.engine.thread import EngineThread
 from ftd.errors import ConfigError
 from ftd.kv.anchors import Anchor, AnchorKind
 
 MODEL = Path(__file__).parent.parent / "data" / "oracles" / "qwen3_moe"
+RECURRENT = MODEL.parent / "qwen3_next"
 VOCAB = 500
 GREEDY = Sampling(temperature=0.0, logprobs=2)
 PROMPT = [n * n * 7 % VOCAB for n in range(600)]
@@ -27,15 +28,19 @@ async def engine(directory, **settings):
     flags = {"anchor_dir": str(directory), "kv_tokens": "1024", **settings}
     flags = {"model": str(MODEL), "device": "cpu", "dtype": "float32", **flags}
     config = load_config(flags, {})
-    loaded = load_engine(config, prepare(MODEL, config), lambda *_: None, lambda: False)
+    loaded = load_engine(
+        config, prepare(Path(flags["model"]), config), lambda *_: None, lambda: False
+    )
     try:
         yield loaded.handle
     finally:
         await loaded.handle.close()
 
 
-async def ask(handle: EngineThread, name, ids, tokens=6, **more):
-    anchors = (Anchor(300, AnchorKind.SYSTEM), Anchor(500, AnchorKind.USER))
+ANCHORS = (Anchor(300, AnchorKind.SYSTEM), Anchor(500, AnchorKind.USER))
+
+
+async def ask(handle: EngineThread, name, ids, tokens=6, anchors=ANCHORS, **more):
     request = EngineRequest(name, tuple(ids), tokens, GREEDY, anchors=anchors, session="s", **more)
     outputs = [output async for output in handle.submit(request)]
     answer = [(o.tokens, o.logprobs) for o in outputs]
@@ -193,8 +198,54 @@ async def test_a_directory_that_cannot_be_used_is_refused(tmp_path):
             pass
 
 
-def test_what_cannot_be_kept_is_refused_before_weights_are_read(tmp_path):
-    path = MODEL.parent / "qwen3_next"
-    config = load_config({"model": str(path), "device": "cpu", "anchor_dir": str(tmp_path)}, {})
-    with pytest.raises(ConfigError, match="recurrent states"):
-        load_core(config, prepare(path, config))
+@pytest.fixture(scope="module")
+def recurrent(tmp_path_factory):
+    """As ``kept``, of a model with recurrent layers: a prompt in two turns, and its answers."""
+    directory = tmp_path_factory.mktemp("states")
+
+    async def run():
+        async with engine(directory, model=str(RECURRENT), max_running="2") as handle:
+            _, first = await ask(handle, "first", PROMPT)
+            _, other = await ask(handle, "other", [*PROMPT[:400], *PROMPT[:90]])
+            return first, other
+
+    return directory, asyncio.run(run())
+
+
+async def test_recurrent_states_survive_with_their_pages(recurrent, tmp_path):
+    directory, (first, other) = recurrent
+    shutil.copytree(directory, tmp_path / "anchors")
+    async with engine(tmp_path / "anchors", model=str(RECURRENT), max_running="2") as handle:
+        assert await ask(handle, "again", PROMPT) == (592, first)  # its last whole page
+        reused, again = await ask(handle, "other", [*PROMPT[:400], *PROMPT[:90]])
+        assert (reused, again) == (480, other)
+        reused, _ = await ask(handle, "middle", [*PROMPT[:350], 1, 2, 3])
+        assert reused == 300  # the system prompt's end
+        await settle(handle)
+        states = await handle.at_safe_point(lambda core: core.status())
+        assert states.states_held == states.states_cached
+
+
+async def test_states_that_are_cut_are_left_out(recurrent, tmp_path):
+    directory, (first, _) = recurrent
+    shutil.copytree(directory, tmp_path / "anchors")
+    for path in files(tmp_path):
+        data = path.read_bytes()
+        path.write_bytes(data[:-40] + bytes([data[-40] ^ 1]) + data[-39:])
+    with structlog.testing.capture_logs() as logs:
+        async with engine(tmp_path / "anchors", model=str(RECURRENT), max_running="2") as handle:
+            assert await ask(handle, "again", PROMPT) == (0, first)
+    assert any(line["event"] == "anchors.file_ignored" for line in logs)
+
+
+async def test_a_block_is_written_anew_for_states_that_came_later(tmp_path):
+    settings = {"model": str(RECURRENT), "max_running": "2"}
+    async with engine(tmp_path, **settings) as handle:
+        await ask(handle, "first", PROMPT, anchors=())
+        await ask(handle, "second", [*PROMPT[:222], 5, 5, 5], anchors=())  # where it parts is kept
+    async with engine(tmp_path, **settings) as handle:
+        reused, third = await ask(handle, "third", [*PROMPT[:222], 6, 6, 6])
+        assert reused == 222
+        assert (await ask(handle, "first", PROMPT))[0] == 592
+    async with engine(tmp_path.with_name("empty"), **settings) as handle:
+        assert await ask(handle, "third", [*PROMPT[:222], 6, 6, 6]) == (0, third)
