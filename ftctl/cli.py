@@ -342,7 +342,8 @@ def profile(ctx: click.Context) -> None:
     Link, CPU, both at once and slots, for each batch size, in some seconds, in slices between the
     steps of requests. Misses are divided by it from then on, and after the next start.
     """
-    _show(ctx, _call_long(ctx, p.Profile(), "the measurement"), view.profiled)
+    result = _call_long(ctx, p.Profile(), "the measurement", goes_on=False)
+    _show(ctx, result, view.profiled)
 
 
 @main.command()
@@ -409,13 +410,18 @@ def _call(ctx: click.Context, command: p.Command[R]) -> R:
         return client.call(command)
 
 
-def _call_long(ctx: click.Context, command: p.Command[R], name: str) -> R:
-    """Show the progress of a command that ftd reports at least each second."""
+def _call_long(ctx: click.Context, command: p.Command[R], name: str, *, goes_on: bool = True) -> R:
+    """Show the progress of a command that ftd reports at least each second.
+
+    Args:
+        goes_on: ftd ends it although nobody waits for it any more.
+    """
     with _client(ctx, ANSWER_TIMEOUT_S) as client, Bar(sys.stderr) as bar:
         try:
             return client.call(command, bar.draw)
         except KeyboardInterrupt:
-            click.echo(f"\n{name} goes on without ftctl; ftctl watch shows it", err=True)
+            what = "goes on without ftctl; ftctl watch shows it" if goes_on else "is given up"
+            click.echo(f"\n{name} {what}", err=True)
             raise
 
 

@@ -128,7 +128,7 @@ class LifecycleCommands:
             path=str(model.path) if model else None,
             http=self.http,
             rss_bytes=_rss_bytes(),
-            progress=self.progress() if lifecycle.progress else None,
+            progress=self.progress() if lifecycle.progress or self._measured else None,
             limits=model.limits if model else None,
             engine=engine if engine is None or with_requests else replace(engine, requests=()),
             memory=tuple(
@@ -317,6 +317,7 @@ def profile_result(
     return p.ProfileResult(
         model=model,
         gpu=key.gpu,
+        gpu_name=profile.gpu_name,
         cpu=key.cpu,
         threads=key.threads,
         experts=key.experts,

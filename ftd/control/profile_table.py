@@ -9,7 +9,7 @@ GB = 1e9
 
 
 def profile_lines(result: ProfileResult) -> list[str]:
-    on = f"GPU {result.gpu} and " if result.gpu else ""
+    on = f"{result.gpu_name} ({result.gpu}) and " if result.gpu else ""
     lines = [
         f"experts    {result.experts}, {format_bytes(result.expert_bytes)} each",
         f"machine    {on}{result.cpu}, {result.threads} threads",

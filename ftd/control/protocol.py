@@ -259,6 +259,7 @@ class ProfileRow:
 class ProfileResult:
     model: str
     gpu: str  # UUID; "": the CPU device
+    gpu_name: str
     cpu: str
     threads: int  # of the CPU
     experts: str  # their format and shape

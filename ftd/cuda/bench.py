@@ -53,12 +53,13 @@ class CudaBench:
         experts_per_token: int,
         *,
         pinned: bool,
+        gpu_name: str = "",
         cpu: CpuBench | None = None,
         resident: Callable[[], np.ndarray] = lambda: np.empty(0, np.int64),
         step: Callable[[int], bool] = lambda rows: False,
         layers: int = 1,
     ) -> None:
-        self.key, self.expert_bytes = key, layout.payload_bytes
+        self.key, self.gpu_name, self.expert_bytes = key, gpu_name, layout.payload_bytes
         self.experts_per_token = experts_per_token
         self.has_link, self.has_cpu = pinned, cpu is not None
         self._division, self._layout = division, layout

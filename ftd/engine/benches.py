@@ -57,6 +57,7 @@ def on_gpu(
         act,
         experts.experts_per_token,
         pinned=experts.pinned,
+        gpu_name=plan.vram.gpu.name if plan.vram else "",
         cpu=_cpu_bench(prepared, pool, act, cpu.ops) if cpu else None,
         resident=experts.resident_addresses,
         step=runner.launch_empty,

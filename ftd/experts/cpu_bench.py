@@ -26,6 +26,7 @@ class CpuBench:
         address: [N] int64, records in host memory.
     """
 
+    gpu_name = ""
     has_link = has_hits = False
     has_cpu = True
 

@@ -27,6 +27,7 @@ class Bench(Protocol):
     """
 
     key: Key
+    gpu_name: str  # "": the CPU device
     expert_bytes: int
     experts_per_token: int  # at most so many at once
     has_link: bool  # the GPU can read the host pool
@@ -201,6 +202,7 @@ def _profile(
         read_bytes_per_s=only(_Task("read")) or 0.0,
         handshake_s=HANDSHAKE_S if handshake is None else handshake,
         measured_at=now,
+        gpu_name=bench.gpu_name,
         quick=effort is QUICK,
     )
 

@@ -61,6 +61,7 @@ class Profile:
     read_bytes_per_s: float = 0.0  # plain read by the CPU's threads; 0: not measured
     handshake_s: float = HANDSHAKE_S
     measured_at: float = 0.0  # unix time
+    gpu_name: str = ""  # for people
     quick: bool = False  # a calibration at the start: few samples, one batch size
 
     def at(self, batch: int) -> Figures:
@@ -175,5 +176,6 @@ def _refuse_absurd(profile: Profile) -> None:
             raise ValueError(f"{number!r} is no time, rate or share")
     if not all(0 < share <= 1 for share in shares) or profile.expert_bytes < 1:
         raise ValueError(f"shares are {shares}, expert_bytes {profile.expert_bytes}")
-    if not all(isinstance(part, str) for part in (profile.key.gpu, profile.key.cpu)):
-        raise ValueError(f"the key is {profile.key}")
+    names = (profile.key.gpu, profile.key.cpu, profile.key.experts, profile.gpu_name)
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError(f"names are {names}")

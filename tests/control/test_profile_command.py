@@ -27,8 +27,8 @@ ROW = p.ProfileRow(
     1, 50.9e9, 3e-6, 110e9, 37e-6, 0.97, 0.88, 3300e9, 52e-6, (0, 0, 1, 1, 1, 2, 2, 2, 3)
 )
 RESULT = p.ProfileResult(
-    "m", "GPU-1", "a processor", 14, "bf16 2048x768", 9 << 20, (ROW, replace(ROW, batch=8)),
-    137e9, 4.7e-6, "/cache/profile.json", 6.2, 0.061,
+    "m", "GPU-1", "a GPU", "a processor", 14, "bf16 2048x768", 9 << 20,
+    (ROW, replace(ROW, batch=8)), 137e9, 4.7e-6, "/cache/profile.json", 6.2, 0.061,
 )  # fmt: skip
 
 
@@ -70,8 +70,8 @@ async def test_requests_go_on_while_the_machine_is_measured(script_model_dir, tm
         fractions = [fraction for _, fraction, _ in seen]
         assert fractions == sorted(fractions) and 0 < fractions[0] <= fractions[-1] <= 1
         assert len({tokens for _, _, tokens in seen}) > 1, "tokens came meanwhile"
-        status = (await commands.run(p.Status())).engine
-        assert status.rates_from.startswith("the profile of ")
+        status = await commands.run(p.Status())
+        assert status.engine.rates_from.startswith("the profile of ") and status.progress is None
     assert [row.batch for row in result.rows] == [1, 2]
     assert all(row.cpu_bytes_per_s > 0 and row.link_bytes_per_s == 0 for row in result.rows)
     assert Path(result.path).is_file() and Path(result.path).parent == tmp_path
@@ -88,6 +88,8 @@ async def test_one_measurement_at_a_time_and_one_that_is_given_up(script_model_d
         first = asyncio.create_task(commands.run(p.Profile()))
         while commands.progress().fraction is None:  # noqa: ASYNC110
             await asyncio.sleep(0)
+        shown = (await commands.run(p.Status())).progress
+        assert shown.phase == "measuring the machine" and shown.fraction > 0
         with pytest.raises(Busy, match="under way"):
             await commands.run(p.Profile())
         first.cancel()
@@ -117,7 +119,7 @@ def test_the_table_of_a_gpu_has_everything():
     lines = "\n".join(profile_lines(RESULT))
     for part in (
         "50.9 GB/s + 3 us", "110.0 GB/s + 37 us", "49.4 GB/s", "96.8 GB/s", "3300 GB/s", "52 us",
-        "0 1 1 1 2 2 2 3", "handshake  4.7 us", "GPU GPU-1 and a processor, 14 threads",
+        "0 1 1 1 2 2 2 3", "handshake  4.7 us", "a GPU (GPU-1) and a processor, 14 threads",
         "9.00 MiB each", "longest pause 61 ms",
     ):  # fmt: skip
         assert part in lines, part
