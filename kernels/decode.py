@@ -35,7 +35,7 @@ def decode_rows(
         return numbers
     if fmt.bits == 4:
         codes = torch.stack((numbers & 15, numbers >> 4), -1).flatten(1)
-        values = _NIBBLES[fmt][codes.long()]  # [end - first, columns]
+        values = _NIBBLES[fmt].to(codes.device)[codes.long()]  # [end - first, columns]
     else:
         values = numbers.float()
     values *= _scales(matrix, record, first, end)
@@ -49,7 +49,9 @@ def _scales(
     assert fmt.scale_dtype is not None
     stored = record[matrix.scale_offset : matrix.scale_offset + matrix.scale_bytes]
     scale = stored.view(fmt.scale_dtype).view(matrix.scale_shape)
-    scale = scale[torch.arange(first, end) // fmt.scale_rows]  # one row for each
+    scale = scale[
+        torch.arange(first, end, device=scale.device) // fmt.scale_rows
+    ]  # one row for each
     if fmt.scale_dtype is torch.uint8:
         scale = scale.view(torch.float8_e8m0fnu)  # 2^(code - 127)
     wide = scale.float()

@@ -220,6 +220,9 @@ class PackedMatrix:
     def device(self) -> torch.device:
         return self.data.device
 
+    def to(self, device: torch.device) -> PackedMatrix:
+        return PackedMatrix(self.layout, self.data.to(device))
+
 
 Matrix = torch.Tensor | PackedMatrix
 

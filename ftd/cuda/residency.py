@@ -88,6 +88,7 @@ class CudaExperts:
         assert isinstance(mlp, MoeSpec)
         self.layers, self.num_experts = spec.moe_layers, mlp.num_experts
         self.experts_per_token = mlp.experts_per_token
+        self._activation = mlp.activation
         self.pinned = pinned
         self._row = {layer: row for row, layer in enumerate(self.layers)}
         self._layout, self._pool, self._ops = layout, host_pool, ops
@@ -164,7 +165,7 @@ class CudaExperts:
         row = self._row[layer]
         table = self._table_of_step.device_tensor
         if self.all_resident and self._trace is None:
-            return self._ops.moe(x, ids, weights, table[row], self._layout)
+            return self._ops.moe(x, ids, weights, table[row], self._layout, self._activation)
         chosen = ids.cpu().numpy()  # waits: what to bring depends on it
         if self._trace is not None:
             self._trace.add(row, chosen)
@@ -181,7 +182,7 @@ class CudaExperts:
             fetched=step.fetched + len(missed),
         )
         if not len(missed):
-            return self._ops.moe(x, ids, weights, table[row], self._layout)
+            return self._ops.moe(x, ids, weights, table[row], self._layout, self._activation)
         return self._with_missed(row, x, ids, weights, counts, missed)
 
     def _with_missed(
@@ -216,7 +217,8 @@ class CudaExperts:
             landed.hold(torch.cuda.current_stream(self._device) if self._copies else None)
             self._table_of_pass.send(torch.from_numpy(address))
             now = ids if len(passes) == 1 else self._only(ids, rest, staged, first=i == 0)
-            part = self._ops.moe(x, now, weights, self._table_of_pass.device_tensor, self._layout)
+            table = self._table_of_pass.device_tensor
+            part = self._ops.moe(x, now, weights, table, self._layout, self._activation)
             y = part if y is None else y + part
             if i + 1 < len(passes):
                 begun.mark()

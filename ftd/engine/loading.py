@@ -37,7 +37,6 @@ from ftd.cuda.memory import DeviceMemory, held_bytes
 from ftd.cuda.pinned import register
 from ftd.cuda.residency import CudaExperts
 from ftd.cuda.states import CudaStates
-from ftd.cuda.support import refuse_unsupported
 from ftd.engine.api import EngineLimits
 from ftd.engine.benches import on_cpu, on_gpu
 from ftd.engine.core import EngineCore, StepExperts
@@ -123,8 +122,6 @@ def prepare(
     if gpu and replacing:
         held = held_bytes(torch.device("cuda", gpu.index))
         gpu = replace(gpu, free_bytes=gpu.free_bytes + held)
-    if gpu:
-        refuse_unsupported(spec, layout, (matrix.format for matrix in dense.values()))
     dense_bytes = sum(matrix.num_bytes for matrix in dense.values())
     plan = plan_memory(spec, layout, dense_bytes, config, machine, gpu)
     return Prepared(checkpoint, architecture, spec, layout, dense, machine, plan)
@@ -333,9 +330,7 @@ def _on_gpu(
         )
     pinned_s = time.monotonic()
     for name in list(weights):  # one at a time: host memory goes as the GPU's comes
-        weight = weights[name]
-        assert isinstance(weight, torch.Tensor), name
-        weights[name] = weight.to(device)
+        weights[name] = weights[name].to(device)
     ops = CudaOps()
     model = prepared.architecture.build(spec, weights, ops, dtype)
     memory = DeviceMemory(device)

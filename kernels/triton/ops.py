@@ -11,11 +11,20 @@ import torch
 
 from ..activation import SILU, Activation
 from ..delta import DeltaWeights, LayerStates, StateRows, States
-from ..formats import ExpertLayout, Matrix
-from . import attention, delta, delta_step, gates, linear, moe_decode, moe_prefill, norms, route
+from ..formats import ExpertLayout, Matrix, PackedMatrix
+from . import (
+    attention,
+    delta,
+    delta_step,
+    gates,
+    linear,
+    linear_scaled,
+    moe_decode,
+    moe_prefill,
+    norms,
+    route,
+)
 from .moe_decode import Tuning
-
-UNSCALED_ONLY = "a model with scaled formats, biases or another activation was planned for a GPU"
 
 # A float32 copy of a larger weight matrix is made in slices of this size.
 SLICE_BYTES = 64 << 20
@@ -43,8 +52,9 @@ class CudaOps:
         bias: torch.Tensor | None = None,  # [O]
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:  # [T, O]
-        assert isinstance(weight, torch.Tensor), UNSCALED_ONLY
         out_dtype = out_dtype or x.dtype
+        if isinstance(weight, PackedMatrix):
+            return linear_scaled.linear_scaled(x, weight, bias, out_dtype)
         if linear.takes(x, weight):
             return linear.linear_few_rows(x, weight, bias, out_dtype)
         if bias is not None:

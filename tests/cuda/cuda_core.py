@@ -38,6 +38,7 @@ def cuda_core(
     device="cpu", ops=None, cu=None, max_pages=None, fetch_of=None,
     deadline_s=10.0, host_pages=0, **settings,
 ):  # fmt: skip
+    """``slots``: at most those of all experts, which None stands for."""
     flags = {name: str(value) for name, value in settings.items()}
     config = load_config({"model": str(path), "device": "cpu", "dtype": "float32", **flags}, {})
     prepared = prepare(path, config)
@@ -45,6 +46,8 @@ def cuda_core(
     device = torch.device(device)
     with ExitStack() as undo:
         experts_per_layer = spec.layers[spec.moe_layers[0]].mlp.num_experts
+        every_expert = len(spec.moe_layers) * experts_per_layer
+        slots = every_expert if slots is None else min(slots, every_expert)
         pool = HostPool(len(spec.moe_layers), experts_per_layer, layout, spec.moe_layers)
         undo.callback(pool.close)
         weights = load_weights(
