@@ -149,6 +149,7 @@ class CudaBench:
 
     def fixed_s(self, rows: int, seconds: float) -> float | None:
         watch = Stopwatch(self._device)
+        self._take_device()
         if not self._step(rows):
             return None
         found: list[float] = []
@@ -165,7 +166,13 @@ class CudaBench:
         """Let the graphs go; nothing of them runs any more."""
         self._runs.clear()
 
+    def _take_device(self) -> None:
+        """For the calling thread: events and launches go where it stands."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+
     def _run(self, rows: int) -> _Run:
+        self._take_device()
         run = self._runs.get(rows)
         if run is None:
             read = self.experts_per_token * self.expert_bytes

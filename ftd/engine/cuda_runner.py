@@ -91,6 +91,7 @@ class CudaRunner:
         graph = self._graphs.get((batch, True)) or self._graphs.get((batch, False))
         if graph is not None:
             graph.launch([])
+            graph.sample([])
         return graph is not None
 
     def close(self) -> None:
