@@ -19,12 +19,12 @@ from ftd.engine.core import EngineCore
 from ftd.engine.loading import LoadedEngine, Prepared, replanner
 from ftd.engine.observe import Observed, observe
 from ftd.engine.resize import Resizing, resize
-from ftd.errors import ConfigError
+from ftd.errors import BudgetExceeded, ConfigError
 from ftd.lifecycle.beside import on_thread
 from ftd.lifecycle.served import BudgetDone, MemoryUse, Reads
 from ftd.lifecycle.succession import Footprint
 from ftd.memory.balance import Demand, LastMove, Limits, Sizes, next_sizes, room_for
-from ftd.memory.budget import Bounds, Planner, plan_change, settings_for
+from ftd.memory.budget import Bounds, Planner, least_budget, plan_change, settings_for
 from ftd.memory.change import Change
 from ftd.memory.plan import MIN_CONTEXT_TOKENS, MemoryPlan
 from ftd.memory.vram import staging_beside
@@ -133,9 +133,13 @@ class ElasticMemory:
 
     def _bounds(self, planner: Planner, longest_tokens: int) -> Bounds:
         least = replace(self.config, vram=None, kv_tokens="auto", expert_slots=0)
+        try:
+            most_vram_bytes = planner(least).most_vram_bytes
+        except BudgetExceeded:  # nobody would start now: others have come since
+            most_vram_bytes = self._plan.most_vram_bytes
         return Bounds(
             longest_tokens=longest_tokens,
-            most_vram_bytes=planner(least).most_vram_bytes,
+            most_vram_bytes=most_vram_bytes,
             most_pages=self._most_pages,
             most_context_tokens=self._most_context,
         )
@@ -231,17 +235,29 @@ class ElasticMemory:
 
     async def _yield(self) -> BudgetDone | None:
         """Follow what other processes leave of the GPU."""
-        gpu = self._plan.vram
-        assert gpu is not None
+        gpu, used = self._plan.vram, self.plan.vram
+        assert gpu is not None and used is not None
         free, total = await on_thread(lambda: torch.cuda.mem_get_info(gpu.gpu.index))
         budget, self._calm = next_budget(
-            gpu.budget_bytes, free, total, self._calm, time.monotonic()
+            gpu.budget_bytes, used.total_bytes, free, total, self._calm, time.monotonic()
         )
         if budget is None:
             return None
-        done = await self._apply(Change(vram=Amount(bytes=budget)))
+        try:
+            done = await self._apply(Change(vram=Amount(bytes=budget)))
+        except BudgetExceeded:  # by what runs, or what the model needs: as far as that allows
+            least = await self._least_budget(budget)
+            if least is None or not budget < least < gpu.budget_bytes:
+                return None
+            done = await self._apply(Change(vram=Amount(bytes=least)))
         self._yields = True
         return done
+
+    async def _least_budget(self, above: int) -> int | None:
+        planner = await on_thread(lambda: replanner(self._prepared))
+        longest = await self._engine.at_safe_point(EngineCore.longest_tokens)
+        bounds = await on_thread(lambda: self._bounds(planner, longest))
+        return await on_thread(lambda: least_budget(planner, self.config, bounds, above))
 
 
 def demand_between(before: Observed, now: Observed, plan: MemoryPlan) -> Demand:

@@ -18,6 +18,7 @@ from ftd.units import Amount, MiB, format_count
 
 Planner = Callable[[Config], MemoryPlan]
 
+SEARCHED_MIB = 256  # in one piece, from below
 LEAST_TOKENS = 16  # of a pool that may be asked for
 
 
@@ -67,6 +68,24 @@ def plan_change(planner: Planner, config: Config, bounds: Bounds) -> MemoryPlan:
         return _plan(planner, config, bounds)
     except (BudgetExceeded, ConfigError) as refusal:
         _refuse(planner, config, bounds, refusal)
+
+
+def least_budget(planner: Planner, config: Config, bounds: Bounds, above: int) -> int | None:
+    """The smallest ``--vram`` above so many bytes that works, to a MiB; None: none does."""
+
+    def works(megabytes: int) -> bool:
+        try:
+            _plan(planner, replace(config, vram=Amount(bytes=megabytes * MiB)), bounds)
+        except FtdError:
+            return False
+        return True
+
+    # upwards: what is free now may be less than the most
+    low, most = above // MiB, bounds.most_vram_bytes // MiB
+    while low < most and not works(high := min(low + SEARCHED_MIB, most)):
+        low = high
+    found = _first(works, low, min(low + SEARCHED_MIB, most))
+    return None if found is None else found * MiB
 
 
 def _plan(planner: Planner, config: Config, bounds: Bounds) -> MemoryPlan:

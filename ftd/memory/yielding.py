@@ -2,7 +2,8 @@
 
 There is a band of free memory within which nothing happens. Below it the budget shrinks at once,
 look by look: another process may fail for want of it. Above it the budget grows, but only after a
-calm time, since whoever has just given memory back often takes it again.
+calm time, since whoever has just given memory back often takes it again. Both start from what is in
+use: of a budget that is not used up nothing can be given, and nothing more has to be taken.
 """
 
 from __future__ import annotations
@@ -26,22 +27,29 @@ class Calm:
 
 
 def next_budget(
-    budget_bytes: int, free_bytes: int, total_bytes: int, calm: Calm, now_s: float
+    budget_bytes: int,
+    used_bytes: int,
+    free_bytes: int,
+    total_bytes: int,
+    calm: Calm,
+    now_s: float,
 ) -> tuple[int | None, Calm]:
     """The budget to have next, None: as it is; and what to remember until the next look.
 
     Args:
+        used_bytes: of the budget.
         free_bytes: of the GPU, whoever may take them.
     """
+    target = _stepped(used_bytes + free_bytes - SPARE_BYTES)
     if free_bytes < LOW_BYTES:
-        return _stepped(budget_bytes - (SPARE_BYTES - free_bytes)), Calm()
+        return min(budget_bytes, target), Calm()
     if free_bytes <= HIGH_BYTES:
         return None, Calm()
     if calm.since_s is None:
         return None, replace(calm, since_s=now_s)
     if now_s - calm.since_s < CALM_S:
         return None, calm
-    found = min(_stepped(budget_bytes + free_bytes - SPARE_BYTES), _stepped(total_bytes))
+    found = min(target, _stepped(total_bytes))
     return (found if found > budget_bytes else None), Calm()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,9 +13,14 @@ from ftd.config import load_config
 from ftd.engine.api import EngineRequest, Sampling
 from ftd.engine.loading import load_engine, prepare
 from ftd.errors import ConfigError, ContextExceeded
+from ftd.lifecycle import elastic
 from ftd.lifecycle.elastic import ElasticMemory
 from ftd.memory.balance import LastMove
 from ftd.memory.change import Change
+from ftd.memory.machine import Gpu
+from ftd.memory.plan import plan_memory
+from ftd.memory.yielding import Calm
+from ftd.units import GiB, MiB
 
 MODEL = Path(__file__).parents[1] / "data" / "oracles" / "qwen3_moe"
 PROMPT = tuple(3 + i % 400 for i in range(600))
@@ -89,6 +95,75 @@ async def test_refused_without_a_gpu_and_nothing_changes(memory):
     with pytest.raises(ConfigError, match="either"):
         await memory.apply(Change(auto=True, expert_slots=3))
     assert replace(memory._engine.status(), steps=0) == replace(before, steps=0)
+
+
+@pytest.fixture
+async def on_gpu(memory, monkeypatch):
+    """As if the model lay on a GPU of 4 GiB, of which other processes have what the test says."""
+    total, others = 4 * GiB, SimpleNamespace(taken=0)
+    prepared = memory._prepared
+    spec, layout, dense = prepared.spec, prepared.layout, prepared.plan.dense_bytes
+
+    def left():  # they have no more than is free, and take the rest when it comes free
+        return max(total - others.taken, memory._plan.vram.total_bytes if memory._plan.vram else 0)
+
+    def planner(_):
+        gpu = Gpu(0, "a GPU", "GPU-0", (9, 0), total, left())
+        return lambda config: plan_memory(spec, layout, dense, config, prepared.machine, gpu)
+
+    def mem_get_info(_):
+        return left() - memory.plan.vram.total_bytes, total
+
+    monkeypatch.setattr(elastic, "replanner", planner)
+    monkeypatch.setattr(elastic.torch.cuda, "mem_get_info", mem_get_info)
+    # so many sequences want more KV than a small GPU has
+    config = replace(memory.config, kv_tokens="auto", expert_slots="auto", max_running=256)
+    memory.config, memory._plan = config, planner(None)(config)
+    memory._most_context = memory._plan.context_tokens
+    return others
+
+
+async def look_often(memory, times: int = 12):
+    for _ in range(times):
+        memory._calm = Calm(since_s=-1e9)  # as if it had been calm for long
+        await memory.rebalance()
+    return memory.plan.vram
+
+
+async def test_what_others_take_of_the_gpu_is_yielded_and_taken_back(memory, on_gpu):
+    alone = await answer(memory, request("alone", PROMPT[:300]))
+    await memory.apply(Change(vram="auto"))
+    quiet = await look_often(memory)
+    assert quiet.total_bytes <= quiet.budget_bytes <= 4 * GiB - 512 * MiB
+    on_gpu.taken = 2500 * MiB
+    pressed = await look_often(memory)
+    assert pressed.total_bytes < quiet.total_bytes
+    assert memory._engine.status().pages_total == memory.plan.num_pages
+    assert await answer(memory, request("pressed", PROMPT[:300])) == alone
+    on_gpu.taken = 0
+    back = await look_often(memory)
+    assert back.total_bytes == quiet.total_bytes
+    assert memory.moves
+
+
+async def test_no_more_is_yielded_than_can_be(memory, on_gpu):
+    await memory.apply(Change(vram="auto"))
+    on_gpu.taken = 3 * GiB  # not even the context of the process would fit beside it
+    pressed = await look_often(memory)
+    assert memory._engine.status().pages_total == memory.plan.num_pages
+    on_gpu.taken = 0
+    assert (await look_often(memory)).total_bytes > pressed.total_bytes
+
+
+async def test_by_need_and_by_what_others_leave(memory, on_gpu):
+    await memory.apply(Change(vram="auto", auto=True))
+    on_gpu.taken = 2500 * MiB
+    pressed = await look_often(memory)
+    status = memory._engine.status()
+    held = status.pages_total * memory.plan.page_bytes
+    held += status.slots_total * memory.plan.record_bytes
+    assert memory.auto and held <= memory.shared.budget_bytes
+    assert pressed.total_bytes <= pressed.budget_bytes
 
 
 async def test_changes_wait_for_each_other(memory):

@@ -11,14 +11,18 @@ from ftd.units import GiB, MiB
 TOTAL = 24 * GiB
 
 
-def run(budget: int, others: list[int], seconds_each: int = 40) -> list[int]:
-    """Budgets in force at each second, while others take what the list says."""
+def run(budget: int, others: list[int], seconds_each: int = 40, need: int = 10**15) -> list[int]:
+    """Budgets in force at each second, while others take what the list says.
+
+    ``need``: no more than that is used of a budget.
+    """
     calm, seen, now_s = Calm(), [], 0.0
     for taken in others:
         for _ in range(seconds_each):
             now_s += 1
-            free = max(0, TOTAL - taken - budget)
-            found, calm = next_budget(budget, free, TOTAL, calm, now_s)
+            used = min(budget, need)
+            free = max(0, TOTAL - taken - used)
+            found, calm = next_budget(budget, used, free, TOTAL, calm, now_s)
             budget = budget if found is None else found
             seen.append(budget)
     return seen
@@ -44,8 +48,17 @@ def test_constant_use_by_others_comes_to_rest(budget, taken):
 
 @given(st.integers(0, TOTAL), st.integers(0, TOTAL), st.floats(0, 1e6))
 def test_within_the_band_nothing_happens(budget, free, now_s):
-    found, _ = next_budget(budget, free, TOTAL, Calm(), now_s)
+    found, _ = next_budget(budget, budget, free, TOTAL, Calm(), now_s)
     if free >= LOW_BYTES:
         assert found is None, "growing waits for a calm time"
     else:
         assert found is not None and found <= budget
+
+
+def test_a_budget_that_is_not_used_up_stays_until_what_is_used_is_in_the_way():
+    seen = run(20 * GiB, [0, 12 * GiB, 19 * GiB, 0], seconds_each=100, need=6 * GiB)
+    alone, beside, pressed, back = (seen[i : i + 100] for i in range(0, 400, 100))
+    assert set(alone[50:]) == {23 * GiB}, "all but the spare"
+    assert set(beside) == {alone[-1]}, "what others take nobody uses"
+    assert pressed[-1] <= 5 * GiB - LOW_BYTES
+    assert back[-1] == 23 * GiB
