@@ -103,7 +103,7 @@ class ComposedOps:
             end = span.end
         if not isinstance(at, StateRows):
             mixed[end:] = mixed[end - 1]
-        gate = F.silu(z.double()).float().view_as(mixed)
+        gate = F.silu(z.double()).float().reshape(mixed.shape)
         y = self.rms_norm(mixed, weights.norm, weights.norm_eps, torch.float32) * gate
         return y.to(qkv.dtype).view(len(qkv), -1)
 

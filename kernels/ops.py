@@ -162,9 +162,9 @@ class Ops(Protocol):
 
     def delta(
         self,
-        qkv: torch.Tensor,  # [T, C] act, contiguous: all q heads, then k, then v
-        z: torch.Tensor,  # [T, NV DV] act, contiguous
-        b: torch.Tensor,  # [T, NV] float32
+        qkv: torch.Tensor,  # [T, C] act: all q heads, then k, then v; rows of any stride, as z's
+        z: torch.Tensor,  # [T, NV DV] act
+        b: torch.Tensor,  # [T, NV] float32, rows of one stride with a's
         a: torch.Tensor,  # [T, NV] float32
         weights: DeltaWeights,
         states: LayerStates,

@@ -3,57 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 import torch
 
 from ftd.kernels.delta import DeltaWeights
 from ftd.kernels.ops import Ops
 
-from .layers import Linear, Pass
-from .spec import DeltaSpec
-
-
-class Projection(Protocol):
-    def __call__(self, x: torch.Tensor) -> Projected: ...
-
-
-class Projected(NamedTuple):
-    qkv: torch.Tensor  # [T, C] act: all q heads, then k, then v
-    z: torch.Tensor  # [T, NV DV] act
-    b: torch.Tensor  # [T, NV] float32
-    a: torch.Tensor  # [T, NV] float32
+from .layers import Joined, Linear, Pass
 
 
 @dataclass(slots=True, eq=False)
-class SplitProjection:
-    """A matrix for each part."""
+class Reordered:
+    """A matrix whose results are wanted in another order than its rows have."""
 
-    qkv: Linear
-    z: Linear
-    b: Linear
-    a: Linear
+    linear: Linear
+    order: torch.Tensor  # [O] int64: which row comes where
 
-    def __call__(self, x: torch.Tensor) -> Projected:
-        return Projected(self.qkv(x), self.z(x), self.b(x), self.a(x))
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)[:, self.order]
 
 
-@dataclass(slots=True, eq=False)
-class GroupedProjection:
-    """Two matrices whose rows are grouped by key head: its q, its k, v and z of those it serves."""
+Projection = Linear | Joined | Reordered
 
-    spec: DeltaSpec
-    qkvz: Linear
-    ba: Linear
 
-    def __call__(self, x: torch.Tensor) -> Projected:
-        spec, T = self.spec, len(x)
-        values = spec.num_value_heads // spec.num_key_heads * spec.value_dim
-        groups = self.qkvz(x).view(T, spec.num_key_heads, -1)
-        q, k, v, z = groups.split((spec.key_dim, spec.key_dim, values, values), dim=2)
-        b, a = self.ba(x).view(T, spec.num_key_heads, -1).chunk(2, dim=2)
-        qkv = torch.cat((q.flatten(1), k.flatten(1), v.flatten(1)), dim=1)
-        return Projected(qkv, z.flatten(1), b.flatten(1), a.flatten(1))
+def reordered(linear: Linear, order: torch.Tensor) -> Projection:
+    """Once and for all, where rows can be moved: in a packed matrix they may share scales."""
+    if not isinstance(linear.weight, torch.Tensor):
+        return Reordered(linear, order)
+    assert linear.bias is None, "the bias would stay as it is"
+    return Linear(linear.ops, linear.weight[order], None, linear.out_dtype)
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +40,8 @@ class DeltaNet:
 
     ops: Ops
     layer: int  # of the state cache
-    project: Projection
+    qkvz: Projection  # to all q heads, then k, v and z
+    ba: Projection  # float32 out
     weights: DeltaWeights
     out: Linear
 
@@ -70,4 +49,6 @@ class DeltaNet:
         states = run.kv.states
         assert states is not None, "the KV cache has no states"
         layer = states.layers[self.layer]
-        return self.out(self.ops.delta(*self.project(x), self.weights, layer, run.step.states))
+        qkv, z = self.qkvz(x).tensor_split((self.weights.conv.shape[1],), dim=1)
+        b, a = self.ba(x).chunk(2, dim=1)
+        return self.out(self.ops.delta(qkv, z, b, a, self.weights, layer, run.step.states))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .architecture import Part
-from .delta import Projection, SplitProjection
+from .delta import Projection
 from .family import Shapes
 from .published import Published
 from .qwen3_next import DeltaFamily, read_delta_model
@@ -46,12 +46,12 @@ class Qwen3_5Moe(DeltaFamily):
             f"{at}.in_proj_a.weight": (spec.num_value_heads, hidden),
         }
 
-    def build_projection(self, dense: DenseWeights, at: str, spec: DeltaSpec) -> Projection:
-        return SplitProjection(
-            qkv=dense.linear(f"{at}.in_proj_qkv"),
-            z=dense.linear(f"{at}.in_proj_z"),
-            b=dense.linear(f"{at}.in_proj_b", torch.float32),
-            a=dense.linear(f"{at}.in_proj_a", torch.float32),
+    def build_projections(
+        self, dense: DenseWeights, at: str, spec: DeltaSpec
+    ) -> tuple[Projection, Projection]:
+        return (
+            dense.fused([f"{at}.in_proj_{part}" for part in ("qkv", "z")]),
+            dense.fused([f"{at}.in_proj_{part}" for part in ("b", "a")], torch.float32),
         )
 
     def expert_parts(self, spec: ModelSpec, layer: int, expert: int) -> dict[str, Part]:

@@ -15,7 +15,7 @@ import torch
 
 from ftd.kernels.delta import DeltaWeights
 
-from .delta import DeltaNet, GroupedProjection, Projection
+from .delta import DeltaNet, Projection, reordered
 from .family import DecoderFamily, Shapes
 from .layers import Block
 from .published import Published
@@ -58,10 +58,12 @@ class DeltaFamily(DecoderFamily):
             return super().build_mixer(dense, spec, layer, rotary)
         at, ops = f"{self.at(layer)}.{self.delta}", dense.ops
         conv = dense.tensor(f"{at}.conv1d.weight").float()
+        qkvz, ba = self.build_projections(dense, at, mixer)
         return DeltaNet(
             ops,
             spec.place(layer),
-            project=self.build_projection(dense, at, mixer),
+            qkvz=qkvz,
+            ba=ba,
             weights=DeltaWeights(
                 mixer.num_key_heads,
                 mixer.num_value_heads,
@@ -81,7 +83,10 @@ class DeltaFamily(DecoderFamily):
         """The matrices that make q, k, v, z, b and a."""
 
     @abstractmethod
-    def build_projection(self, dense: DenseWeights, at: str, spec: DeltaSpec) -> Projection: ...
+    def build_projections(
+        self, dense: DenseWeights, at: str, spec: DeltaSpec
+    ) -> tuple[Projection, Projection]:
+        """To q, k, v and z, and to b and a."""
 
 
 class Qwen3Next(DeltaFamily):
@@ -102,12 +107,28 @@ class Qwen3Next(DeltaFamily):
             f"{at}.in_proj_ba.weight": (2 * spec.num_value_heads, hidden),
         }
 
-    def build_projection(self, dense: DenseWeights, at: str, spec: DeltaSpec) -> Projection:
-        return GroupedProjection(
-            spec,
-            qkvz=dense.linear(f"{at}.in_proj_qkvz"),
-            ba=dense.linear(f"{at}.in_proj_ba", torch.float32),
+    def build_projections(
+        self, dense: DenseWeights, at: str, spec: DeltaSpec
+    ) -> tuple[Projection, Projection]:
+        """Rows are grouped by key head: its q, its k, v and z of those it serves; likewise b, a."""
+        heads, served = spec.num_key_heads, spec.num_value_heads // spec.num_key_heads
+        values = served * spec.value_dim
+        return (
+            reordered(
+                dense.linear(f"{at}.in_proj_qkvz"),
+                _ungrouped(heads, (spec.key_dim, spec.key_dim, values, values), dense.device),
+            ),
+            reordered(
+                dense.linear(f"{at}.in_proj_ba", torch.float32),
+                _ungrouped(heads, (served, served), dense.device),
+            ),
         )
+
+
+def _ungrouped(num_groups: int, parts: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """The order that has the first part of every group, then every second part, and so on."""
+    rows = torch.arange(num_groups * sum(parts), device=device).view(num_groups, -1)
+    return torch.cat([part.flatten() for part in rows.split(parts, dim=1)])
 
 
 def read_delta_model(

@@ -44,15 +44,16 @@ class DenseWeights:
         bias = self.tensor(f"{name}.bias") if f"{name}.bias" in self._tensors else None
         return Linear(self.ops, self._tensors.pop(f"{name}.weight"), bias, out_dtype)
 
-    def fused(self, names: Sequence[str]) -> Linear | Joined:
+    def fused(self, names: Sequence[str], out_dtype: torch.dtype | None = None) -> Linear | Joined:
         """Several matrices of the same input as one, their rows one after another."""
-        parts = [self.linear(name) for name in names]
+        parts = [self.linear(name, out_dtype) for name in names]
         weights = [part.weight for part in parts if isinstance(part.weight, torch.Tensor)]
         if len(weights) < len(parts) or len({weight.dtype for weight in weights}) > 1:
             return Joined(parts)
         biases = [part.bias for part in parts if part.bias is not None]
         assert len(biases) in (0, len(parts)), names
-        return Linear(self.ops, torch.cat(weights), torch.cat(biases) if biases else None)
+        bias = torch.cat(biases) if biases else None
+        return Linear(self.ops, torch.cat(weights), bias, out_dtype)
 
     def norm(self, name: str) -> RmsNorm:
         weight = self.tensor(f"{name}.weight").float() + self._norm_offset

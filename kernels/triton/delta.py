@@ -93,7 +93,7 @@ def log_decay(a, rate, bias):
 
 @triton.jit
 def _heads_kernel(
-    qkv, conv, address, chunks, heads, tail, eps,
+    qkv, conv, address, chunks, heads, stride, tail, eps,
     NK: tl.constexpr, NV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, W: tl.constexpr,
     ACT: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -117,7 +117,8 @@ def _heads_kernel(
     for i in tl.static_range(W):
         at = row - (W - 1) + i
         here = (used & (at >= first))[:, None] & inside[None, :]
-        x = tl.load(qkv + at.to(tl.int64)[:, None] * C + channel + d[None, :], mask=here, other=0.0)
+        where = qkv + at.to(tl.int64)[:, None] * stride + channel
+        x = tl.load(where + d[None, :], mask=here, other=0.0)
         past = (used & (at < first))[:, None] & inside[None, :] & (source >= 0)
         before = tl.load(old[None, :] + (at - first + W - 1)[:, None] * C, mask=past, other=0.0)
         tap = tl.load(conv + i * C + channel + d, mask=inside, other=0.0)
@@ -135,7 +136,7 @@ def _heads_kernel(
         for i in tl.static_range(W - 1):
             of = end - (W - 1) + i
             seen = tl.load(
-                qkv + of.to(tl.int64) * C + channel + d, mask=inside & (of >= first), other=0.0
+                qkv + of.to(tl.int64) * stride + channel + d, mask=inside & (of >= first), other=0.0
             )
             kept = tl.load(
                 old + (of - first + W - 1) * C,
@@ -147,7 +148,7 @@ def _heads_kernel(
 
 @triton.jit
 def _chunks_kernel(
-    heads, b, a, rate, bias, chunks, sums, scores, fresh, lost,
+    heads, b, a, rate, bias, chunks, sums, scores, fresh, lost, stride,
     NK: tl.constexpr, NV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     ROWS: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -159,11 +160,11 @@ def _chunks_kernel(
     i = tl.arange(0, ROWS)
     row = (begin + i).to(tl.int64)
     used = row < end
-    gate = tl.load(a + row * NV + n, mask=used, other=0.0)
+    gate = tl.load(a + row * stride + n, mask=used, other=0.0)
     decay = log_decay(gate, tl.load(rate + n), tl.load(bias + n))
     G = tl.cumsum(tl.where(used, decay, 0.0), axis=0)
     tl.store(sums + row * NV + n, G, mask=used)
-    beta = tl.load(b + row * NV + n, mask=used, other=0.0)
+    beta = tl.load(b + row * stride + n, mask=used, other=0.0)
     beta = tl.where(used, 1.0 / (1.0 + tl.exp(-beta)), 0.0)
     d = tl.arange(0, DKP)
     e = tl.arange(0, DVP)
@@ -244,8 +245,8 @@ def _scan_kernel(
 
 @triton.jit
 def _norm_kernel(
-    mixed, z, norm, y, heads, eps,
-    DV: tl.constexpr, DVP: tl.constexpr, ROWS: tl.constexpr,
+    mixed, z, norm, y, heads, stride, eps,
+    NV: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     line = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     e = tl.arange(0, DVP)
@@ -253,16 +254,17 @@ def _norm_kernel(
     inside = (line < heads)[:, None] & (e < DV)[None, :]
     o = tl.load(mixed + at, mask=inside, other=0.0)
     scale = tl.rsqrt(tl.sum(o * o, axis=1) / DV + eps)
-    gate = silu(tl.load(z + at, mask=inside, other=0.0).to(tl.float32))
+    gates = z + (line // NV * stride + line % NV * DV)[:, None] + e[None, :]
+    gate = silu(tl.load(gates, mask=inside, other=0.0).to(tl.float32))
     w = tl.load(norm + e, mask=e < DV, other=0.0)
     tl.store(y + at, (o * scale[:, None] * w[None, :] * gate).to(y.dtype.element_ty), mask=inside)
 
 
 def delta_chunks(
-    qkv: torch.Tensor,  # [T, C] act, contiguous
-    z: torch.Tensor,  # [T, NV DV] act, contiguous
-    b: torch.Tensor,  # [T, NV] float32, contiguous
-    a: torch.Tensor,  # [T, NV] float32, contiguous
+    qkv: torch.Tensor,  # [T, C] act, rows of any stride
+    z: torch.Tensor,  # [T, NV DV] act, rows of any stride
+    b: torch.Tensor,  # [T, NV] float32, rows of one stride with a
+    a: torch.Tensor,  # [T, NV] float32
     weights: DeltaWeights,
     states: LayerStates,
     spans: tuple[StateSpan, ...],  # the rows of the first to the last: none is missing
@@ -272,8 +274,8 @@ def delta_chunks(
     DK, DV = weights.key_dim, weights.value_dim
     width, channels = weights.conv.shape
     assert qkv.shape == (T, channels) and z.shape == (T, NV * DV), (qkv.shape, z.shape)
-    assert all(x.is_contiguous() for x in (qkv, z, b, a)) and b.shape == a.shape == (T, NV)
-    y = torch.empty_like(z)
+    assert all(x.stride(1) == 1 for x in (qkv, z, b, a)) and b.stride() == a.stride(), b.stride()
+    y = torch.empty(z.shape, dtype=z.dtype, device=device)
     if not spans:
         return y.zero_()
     chunks, starts = _on_device(spans, device)
@@ -289,14 +291,14 @@ def delta_chunks(
     key_block, value_block = max(16, power_of_2(DK)), max(16, power_of_2(DV))
     precision = "tf32x3" if qkv.dtype == torch.float32 else "tf32"
     _heads_kernel[(len(chunks), 2 * NK + NV)](
-        qkv, weights.conv, states.address, chunks, heads, states.tail, UNIT_EPS,
+        qkv, weights.conv, states.address, chunks, heads, qkv.stride(0), states.tail, UNIT_EPS,
         **dims, W=width, ACT=TL_DTYPE[qkv.dtype], ALIGN=SLOT_ALIGN, ROWS=CHUNK_ROWS,
         BLOCK=max(key_block, value_block),
         num_warps=8,
     )  # fmt: skip
     _chunks_kernel[(len(chunks), NV)](
         heads, b, a, weights.rate, weights.bias, chunks, sums, scores, mixed, lost,
-        **dims, ROWS=CHUNK_ROWS, DKP=key_block, DVP=value_block, PRECISION=precision,
+        a.stride(0), **dims, ROWS=CHUNK_ROWS, DKP=key_block, DVP=value_block, PRECISION=precision,
         num_warps=4,
     )  # fmt: skip
     columns = min(COLUMNS, value_block)
@@ -307,8 +309,8 @@ def delta_chunks(
     )  # fmt: skip
     lines = rows * NV
     _norm_kernel[(triton.cdiv(lines, NORM_HEADS),)](
-        mixed, z, weights.norm, y, lines, weights.norm_eps,
-        DV=DV, DVP=value_block, ROWS=NORM_HEADS,
+        mixed, z, weights.norm, y, lines, z.stride(0), weights.norm_eps,
+        NV=NV, DV=DV, DVP=value_block, ROWS=NORM_HEADS,
         num_warps=4,
     )  # fmt: skip
     if rows < T:

@@ -40,7 +40,7 @@ def _convolved(
 @triton.jit
 def _step_kernel(
     qkv, z, b, a, conv, rate, bias, norm, address, source, target, y, recurrent, tail,
-    unit_eps, norm_eps,
+    row_stride, z_stride, gate_stride, unit_eps, norm_eps,
     NK: tl.constexpr, NV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, W: tl.constexpr,
     ACT: tl.constexpr, ALIGN: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
 ):  # fmt: skip
@@ -61,7 +61,7 @@ def _step_kernel(
         after = tl.load(address + to)
         old = matrix(before + tail, ACT, ALIGN)
         new = matrix(after + tail, ACT, ALIGN)
-        x = qkv + t * C
+        x = qkv + t * row_stride
         d = tl.arange(0, DKP)
         keys = d < DK
         head = n // served
@@ -71,8 +71,10 @@ def _step_kernel(
         v = _convolved(x, conv, old, new, goes_on, True, 2 * NK * DK + n * DV + e, values, C, W)
         q *= tl.rsqrt(tl.sum(q * q, axis=0) + unit_eps) * (DK**-0.5)
         k *= tl.rsqrt(tl.sum(k * k, axis=0) + unit_eps)
-        beta = 1.0 / (1.0 + tl.exp(-tl.load(b + t * NV + n)))
-        decay = tl.exp(log_decay(tl.load(a + t * NV + n), tl.load(rate + n), tl.load(bias + n)))
+        beta = 1.0 / (1.0 + tl.exp(-tl.load(b + t * gate_stride + n)))
+        decay = tl.exp(
+            log_decay(tl.load(a + t * gate_stride + n), tl.load(rate + n), tl.load(bias + n))
+        )
         part = n * DK * DV + d[:, None] * DV + e[None, :]
         inside = keys[:, None] & values[None, :]
         state = matrix(before + recurrent, tl.float32, ALIGN)
@@ -82,16 +84,16 @@ def _step_kernel(
         tl.store(matrix(after + recurrent, tl.float32, ALIGN) + part, S, mask=inside)
         o = tl.sum(S * q[:, None], axis=0)
         scale = tl.rsqrt(tl.sum(o * o, axis=0) / DV + norm_eps)
-        gate = silu(tl.load(z + at, mask=values, other=0.0).to(tl.float32))
+        gate = silu(tl.load(z + t * z_stride + n * DV + e, mask=values, other=0.0).to(tl.float32))
         o *= scale * tl.load(norm + e, mask=values, other=0.0) * gate
         tl.store(y + at, o.to(ACT), mask=values)
 
 
 def delta_step(
-    qkv: torch.Tensor,  # [T, C] act, contiguous
-    z: torch.Tensor,  # [T, NV DV] act, contiguous
-    b: torch.Tensor,  # [T, NV] float32, contiguous
-    a: torch.Tensor,  # [T, NV] float32, contiguous
+    qkv: torch.Tensor,  # [T, C] act, rows of any stride
+    z: torch.Tensor,  # [T, NV DV] act, rows of any stride
+    b: torch.Tensor,  # [T, NV] float32, rows of one stride with a
+    a: torch.Tensor,  # [T, NV] float32
     weights: DeltaWeights,
     states: LayerStates,
     rows: StateRows,
@@ -100,13 +102,13 @@ def delta_step(
     NV, DK, DV = weights.num_value_heads, weights.key_dim, weights.value_dim
     width, channels = weights.conv.shape
     assert qkv.shape == (T, channels) and z.shape == (T, NV * DV), (qkv.shape, z.shape)
-    assert all(x.is_contiguous() for x in (qkv, z, b, a)) and b.shape == a.shape == (T, NV)
+    assert all(x.stride(1) == 1 for x in (qkv, z, b, a)) and b.stride() == a.stride(), b.stride()
     assert rows.source.shape == rows.target.shape == (T,), rows.source.shape
-    y = torch.empty_like(z)
+    y = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     _step_kernel[(T, NV)](
         qkv, z, b, a, weights.conv, weights.rate, weights.bias, weights.norm,
         states.address, rows.source, rows.target, y, states.recurrent, states.tail,
-        UNIT_EPS, weights.norm_eps,
+        qkv.stride(0), z.stride(0), a.stride(0), UNIT_EPS, weights.norm_eps,
         NK=weights.num_key_heads, NV=NV, DK=DK, DV=DV, W=width,
         ACT=TL_DTYPE[qkv.dtype], ALIGN=SLOT_ALIGN,
         DKP=power_of_2(DK), DVP=power_of_2(DV),

@@ -152,9 +152,10 @@ def launch_delta(ops: CudaOps) -> None:
     )
     states = LayerStates(tensor(32, dtype=i64), 0, NV * D * D * 4)
     for act in (torch.bfloat16, f32):
-        row = tensor(1, NV, dtype=f32)
+        row = tensor(1, 2 * NV, dtype=f32)[:, :NV]
         slots = tensor(1, dtype=i64)
-        one = tensor(1, C, dtype=act), tensor(1, NV * D, dtype=act), row, row
+        both = tensor(1, C + NV * D, dtype=act)
+        one = both[:, :C], both[:, C:], row, row
         ops.delta(*one, weights, states, StateRows(slots, slots))
         gates = tensor(80, NV, dtype=f32)
         some = tensor(80, C, dtype=act), tensor(80, NV * D, dtype=act), gates, gates

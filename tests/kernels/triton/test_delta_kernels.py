@@ -48,9 +48,10 @@ class Layer:
         ]
 
     def inputs(self, T: int) -> tuple[torch.Tensor, ...]:
-        qkv, z = torch.randn(T, self.channels), torch.randn(T, self.values)
-        NV = self.weights.num_value_heads
-        return qkv.to(self.act), z.to(self.act), torch.randn(T, NV), 3 * torch.randn(T, NV)
+        """Parts of wider rows, as the projections leave them."""
+        qkvz, NV = torch.randn(T, self.channels + self.values), self.weights.num_value_heads
+        qkv, z = qkvz.to(self.act).tensor_split((self.channels,), dim=1)
+        return qkv, z, *(2 * torch.randn(T, 2 * NV)).chunk(2, dim=1)
 
     def agree(self, inputs: tuple[torch.Tensor, ...], at) -> None:
         mine, theirs = (
