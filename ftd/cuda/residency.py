@@ -17,7 +17,8 @@ the table only after the copy has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -42,6 +43,10 @@ from .tables import Marker, Upload, on_stream
 
 # A miss of a decode step is read over the link; bringing it into a slot costs one more read of it.
 LINK_ALLOWANCE = Allowance(fills=2.0, cost_misses=1.0)
+
+
+def nothing() -> None:
+    """A pause in which nobody has a step to run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +126,7 @@ class CudaExperts:
         self._wanted = 0  # fetched misses of the running step worth storing, stored or not
         self._fills: list[Fill] = []
         self._dirty = False  # the table on the device lags behind
+        self._paused = False  # a pass, for other steps
         self._uses = np.zeros(self._host.shape, np.int32)
         self._num_tokens = 0
         self._step = ExpertCounters()  # of the running step
@@ -161,10 +167,15 @@ class CudaExperts:
         x: torch.Tensor,  # [T, H] act
         ids: torch.Tensor,  # [T, K] int32, -1: not in use
         weights: torch.Tensor,  # [T, K] float32
+        pause: Callable[[], None] = nothing,  # steps of others run in it
     ) -> torch.Tensor:  # [T, H] float32
         row = self._row[layer]
         table = self._table_of_step.device_tensor
+        if not self.pinned:
+            pause()  # other steps, too, may need the staging area
+            pause = nothing
         if self.all_resident and self._trace is None:
+            pause()
             return self._ops.moe(x, ids, weights, table[row], self._layout, self._activation)
         chosen = ids.cpu().numpy()  # waits: what to bring depends on it
         if self._trace is not None:
@@ -182,8 +193,9 @@ class CudaExperts:
             fetched=step.fetched + len(missed),
         )
         if not len(missed):
+            pause()
             return self._ops.moe(x, ids, weights, table[row], self._layout, self._activation)
-        return self._with_missed(row, x, ids, weights, counts, missed)
+        return self._with_missed(row, x, ids, weights, counts, missed, pause)
 
     def _with_missed(
         self,
@@ -193,6 +205,7 @@ class CudaExperts:
         weights: torch.Tensor,
         counts: np.ndarray,  # [E] tokens of each expert
         missed: np.ndarray,
+        pause: Callable[[], None],
     ) -> torch.Tensor:
         address = self._address[row].copy()
         begun = Marker(self._device)
@@ -214,6 +227,8 @@ class CudaExperts:
             address[staged] = self._staging.address + self._layout.record_bytes * np.arange(
                 len(staged)
             )
+            if i == 0:
+                pause()
             landed.hold(torch.cuda.current_stream(self._device) if self._copies else None)
             self._table_of_pass.send(torch.from_numpy(address))
             now = ids if len(passes) == 1 else self._only(ids, rest, staged, first=i == 0)
@@ -267,6 +282,21 @@ class CudaExperts:
         return tuple(hottest[: num_free + swaps].tolist())
 
     # ---- between steps ----
+
+    @contextmanager
+    def within_pass(self) -> Iterator[None]:
+        """Inside, other steps begin and end while the pass that is under way pauses."""
+        outer = self._step, self._uses, self._num_tokens, self._wanted, self._trace
+        self._uses, self._trace = np.zeros_like(self._uses), None
+        self._begin_step()
+        self._paused = True
+        if self._dirty:  # the slots of those that the pass has evicted are being overwritten
+            self._publish()
+        try:
+            yield
+        finally:
+            self._step, self._uses, self._num_tokens, self._wanted, self._trace = outer
+            self._paused = False
 
     def launching(self, *, divided: bool) -> Launch:
         """Before a captured step is launched; ``routed`` takes it back."""
@@ -330,7 +360,7 @@ class CudaExperts:
         else:
             policy.observe(self._state, self._tuning, used)
         landed = self._land()
-        if not self.all_resident:
+        if not self.all_resident and not self._paused:
             self._plan = self._decide(used, self._wanted)
             self._carry_out(self._plan)
             self.division.judge(self._plan.value, self._plan.admit)

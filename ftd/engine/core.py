@@ -3,6 +3,11 @@
 Everything here runs on the engine thread. A step either commits as a whole or, interrupted at a
 layer border, leaves sequences as they were: KV written for tokens that were not committed is
 written again.
+
+A pass over prompts pauses at its layer borders for decode steps of the other sequences, each with a
+commit and a safe point of its own. They touch nothing of what the pass holds: its sequences are not
+theirs, its pages have users, states it writes are in nobody's slots yet, and experts of the layers
+it has not read are not evicted.
 """
 
 from __future__ import annotations
@@ -10,7 +15,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import structlog
@@ -30,18 +36,20 @@ from ftd.engine.batch import Span
 from ftd.engine.figures import Totals
 from ftd.engine.holdings import Holdings
 from ftd.engine.meter import Meter
+from ftd.engine.passes import Borders, PausingExperts
 from ftd.engine.profiling import Profiling
 from ftd.engine.runner import Runner, StepResult
 from ftd.engine.sampling import Draw, SamplingState, token_logprob
 from ftd.errors import ConstraintFailed, EngineFailed
-from ftd.experts.runtime import ExpertCounters, ResidencyMap
+from ftd.experts.runtime import DECODE_TOKENS, ExpertCounters, ResidencyMap
 from ftd.experts.slots import Resized
 from ftd.experts.trace import TraceRecorder
 from ftd.kv.anchors import AnchorInfo, Ended, Resumed
 from ftd.kv.cache import KvCache
 from ftd.kv.disk import DiskStore
 from ftd.kv.host import HostTier
-from ftd.model.architecture import Experts, Model
+from ftd.model.architecture import Model
+from ftd.schedule.pauses import Pauses
 from ftd.schedule.policy import Limits, Run, SequenceView, StepPlan, next_in_line, plan_step
 from ftd.schedule.rates import Rates
 from ftd.schedule.sequence import Sequence
@@ -63,6 +71,7 @@ class Answering:
     sampling: SamplingState
     scores: list[TokenLogprob | None] = field(default_factory=list)  # of the prompt, if asked for
     announced: bool = False  # reused_tokens and prompt_logprobs have gone out
+    served: int = 0  # the step in which it last ran beside a pass
     resumed: Resumed | None = None
 
     @property
@@ -81,10 +90,15 @@ class Launched:
     runs: Seq[tuple[Answering, int]]  # and how many of its tokens
     spans: Seq[Span]
     result: StepResult
+    prompt_tokens: int = 0  # of a pass
 
 
-class StepExperts(Experts, Protocol):
+class StepExperts(PausingExperts, Protocol):
     """The routed experts, told where steps end: ``ExpertRuntime`` or ``CudaExperts``."""
+
+    def within_pass(self) -> AbstractContextManager[None]:
+        """Inside, other steps begin and end while the one that is under way pauses."""
+        ...
 
     def safe_point(self) -> None: ...
     def abandon_step(self) -> None: ...
@@ -120,6 +134,8 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.beat: Callable[[], None] = lambda: None
+        # What steps beside a pass have brought; by default the pass's own ``step`` returns it too.
+        self.deliver: Callable[[list[Output]], None] = self._hold
         # Where memory follows need, the pool grows up to ``most_pages`` for a single sequence.
         self.most_pages = 0
         self.make_room: Callable[[int], None] = lambda pages: None
@@ -137,10 +153,12 @@ class EngineCore:
         self.totals = Totals()
         self._waiting: dict[str, Answering] = {}  # in order of arrival
         self._running: dict[str, Answering] = {}
-        self._prefilling: frozenset[str] = frozenset()  # in the step that runs now
+        self._prefilling: frozenset[str] = frozenset()  # in the pass that runs now
+        self._pauses: Pauses | None = None  # while there are both prompts and streams
+        self._paused_s = 0.0  # of the pass that runs now
+        self._early: list[Output] = []  # not delivered yet
         self._ahead: Launched | None = None  # launched before the step before it was read
         self._arrivals = 0
-        self._credit_s = 0.0
         self._meter = Meter(clock)
         self._fault = fault
         self._close = close
@@ -174,7 +192,8 @@ class EngineCore:
         return True
 
     def has_work(self) -> bool:
-        return bool(self._running or self._ready() or self.held.restoring.has_arrived)
+        waits = self._running or self._ready() or self._early
+        return bool(waits or self.held.restoring.has_arrived)
 
     def keep_on_disk(self, store: DiskStore) -> None:
         """From now on; what it holds is found, what ends is written."""
@@ -220,7 +239,7 @@ class EngineCore:
     def settle(self) -> list[Output]:
         """Finish what was launched ahead: nothing is in flight afterwards."""
         step, self._ahead = self._ahead, None
-        return self._complete(step, self._clock()) if step else []
+        return self._early_and(self._complete(step, self._clock()) if step else [])
 
     def close(self) -> None:
         self.held.restoring.close()
@@ -257,18 +276,28 @@ class EngineCore:
         began_s = self._clock()
         self.held.restoring.take()
         if not self._running and not self._ready():
-            return []
+            return self._early_and([])
         step = self._ahead or self._launch()
         self._ahead = None
         if any(self._is_live(answering) for answering, _ in step.runs):
             self._ahead = self._launch_ahead(step)
-        return self._complete(step, began_s)
+        return self._early_and(self._complete(step, began_s))
 
-    def _complete(self, step: Launched, began_s: float) -> list[Output]:
+    def _hold(self, outputs: list[Output]) -> None:
+        self._early += outputs
+
+    def _early_and(self, outputs: list[Output]) -> list[Output]:
+        early, self._early = self._early, []
+        return early + outputs
+
+    def _complete(self, step: Launched, began_s: float, *, beside: bool = False) -> list[Output]:
+        """Args:
+        beside: a pass that pauses for this step.
+        """
         draws = step.result.draws()
         self.experts.safe_point()
         outputs = self._commit(step, draws)
-        self._measure(step.runs, len(outputs), self._clock() - began_s)
+        self._measure(step, len(outputs), self._clock() - began_s, beside)
         return outputs
 
     def _launch(self) -> Launched:
@@ -279,21 +308,84 @@ class EngineCore:
         self._carry_out(plan)
         runs = [(self._running[run.key], run.tokens) for run in self._within_scored_rows(plan.runs)]
         assert runs, "requests wait, but the plan runs nothing"
+        if not plan.prompt_tokens:
+            self._pauses = None
+            return self._run(runs, Borders(self.experts, self._look))
+        self._prefilling = frozenset(a.sequence.key for a, _ in runs)
+        self._pauses = self._pauses or Pauses(self._clock())
+        self._paused_s = 0.0
+        try:
+            step = self._run(runs, Borders(self.experts, self._look, self._pause))
+        finally:
+            self._prefilling = frozenset()
+        return replace(step, prompt_tokens=sum(tokens for _, tokens in runs))
+
+    def _run(self, runs: Seq[tuple[Answering, int]], borders: Borders) -> Launched:
         self._inject_faults()
-        self._prefilling = frozenset(a.sequence.key for a, n in runs if n > 1)
         spans = [self._span(answering, tokens) for answering, tokens in runs]
         sampling = [self._sampling(answering, tokens) for answering, tokens in runs]
         try:
-            result = self.runner.run(spans, sampling, self)
+            result = self.runner.run(spans, sampling, borders)
         except BaseException:
             self.experts.abandon_step()
             for span in spans:
                 self.held.recurrence.abandon(span.states)
             raise
-        finally:
-            self._prefilling = frozenset()
-        self._credit_s = plan.credit_s
         return Launched(runs, spans, result)
+
+    def _look(self) -> None:
+        self.beat()  # whatever that is by then
+
+    # ---- beside a pass
+
+    def _pause(self) -> None:
+        """Within a layer of a pass: decode steps of the streams, as many as are due."""
+        streams = self._streams()
+        if not streams:
+            self._pauses = Pauses(self._clock())  # nobody has waited
+        elif self._is_due(len(streams)):
+            with self.experts.within_pass():
+                while self._is_due(len(streams)) and (rows := self._with_pages(streams)):
+                    self._run_beside(rows)
+                    streams = self._streams()
+
+    def _is_due(self, rows: int) -> bool:
+        assert self._pauses is not None
+        return rows > 0 and self._pauses.due(self._clock(), self.rates.decode_step_s(rows))
+
+    def _streams(self) -> list[Answering]:
+        """Those that could have a decode step now, as many as one has room for, in turns."""
+        rows = [
+            answering
+            for key, answering in self._running.items()
+            if answering.sequence.pending == 1 and key not in self._prefilling
+        ]
+        return sorted(rows, key=lambda a: (a.served, a.sequence.arrival))[:DECODE_TOKENS]
+
+    def _with_pages(self, streams: Seq[Answering]) -> list[Answering]:
+        """Those of them for whose next token there is a page; nobody is preempted now."""
+        rows, pages = [], 0
+        for answering in streams:
+            lacking = self.held.lacking(answering.sequence, len(answering.sequence.ids))
+            self.held.make_free(pages + lacking)
+            if pages + lacking <= self.pages.free:
+                pages += lacking
+                rows.append(answering)
+        return rows
+
+    def _run_beside(self, rows: Seq[Answering]) -> None:
+        assert self._pauses is not None
+        began_s = self._clock()
+        step = self._run([(a, 1) for a in rows], Borders(self.experts, self._look))
+        outputs = self._complete(step, began_s, beside=True)
+        for answering in rows:
+            answering.served = self.totals.steps
+        took_s = self._clock() - began_s
+        self._paused_s += took_s
+        self._pauses = self._pauses.ran(took_s, self.rates.decode_step_s(len(rows)) or took_s)
+        self.deliver(outputs)
+
+    # ---- launching ahead
 
     def _launch_ahead(self, step: Launched) -> Launched | None:
         """Launch what surely comes next, the same rows once more, before their tokens are read.
@@ -322,12 +414,7 @@ class EngineCore:
     def _is_live(self, answering: Answering) -> bool:
         return self._running.get(answering.sequence.key) is answering
 
-    def forward(
-        self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        """``Experts.forward``, with a look at what has arrived before each layer's experts."""
-        self.beat()
-        return self.experts.forward(layer, x, ids, weights)
+    # ---- planning
 
     def _plan(self) -> StepPlan:
         running = [self._view(a.sequence) for a in self._running.values()]
@@ -341,8 +428,6 @@ class EngineCore:
             [self._view_after_reuse(self._waiting[key]) for key in line],
             free_pages=self.pages.free,
             idle_pages=self.pages.idle,
-            rates=self.rates,
-            credit_s=self._credit_s,
             limits=self.limits,
         )
 
@@ -521,16 +606,20 @@ class EngineCore:
         token_s = self.rates.line[1] if self.rates.chunk_tokens else 0.0
         return self.held.anchor_infos(session, token_s)
 
-    def _measure(self, runs: Seq[tuple[Answering, int]], drawn: int, seconds: float) -> None:
-        rows = sum(tokens == 1 for _, tokens in runs)
-        prompt = sum(tokens for _, tokens in runs) - rows
-        self.rates = self.rates.measured(rows, prompt, seconds)
+    def _measure(self, step: Launched, drawn: int, seconds: float, beside: bool) -> None:
+        prompt = step.prompt_tokens
+        rows = 0 if prompt else len(step.runs)
+        if prompt:
+            seconds -= self._paused_s
+        known = self.rates.decode_step_s(rows) is not None
+        if not (beside and known):  # a pass may slow it
+            self.rates = self.rates.measured(rows, prompt, seconds)
         self.totals.steps += 1
         self.totals.prompt_tokens += prompt
         self._meter.step(drawn, prompt, seconds)
         if self.profiling is not None:
             misses = self.experts.counters().misses
-            self.profiling.stepped(rows if prompt == 0 else 0, misses, seconds)
+            self.profiling.stepped(0 if beside else rows, misses, seconds)
 
     def status(self) -> EngineStatus:
         now_s = self._clock()

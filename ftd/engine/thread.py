@@ -46,6 +46,7 @@ class Core(Protocol):
     """What the thread drives; ``ftd.engine.core.EngineCore``, or a small model of it in tests."""
 
     beat: Callable[[], None]  # called at every layer; may raise StepInterrupted
+    deliver: Callable[[list[Output]], None]  # called in mid-step with what others' steps brought
     wake: Callable[[], None]  # called from any thread when there is work again
 
     def add(self, request: EngineRequest) -> None: ...
@@ -162,6 +163,7 @@ class EngineThread:
         self._status = core.status()
         self._published_s = 0.0
         core.beat = self._layer_border
+        core.deliver = self._deliver
         core.wake = self._wake
         self._thread = threading.Thread(target=self._run, name="ftd-engine", daemon=True)
         self._thread.start()
@@ -308,10 +310,8 @@ class EngineThread:
         wait_s = None if self._core.has_work() else IDLE_BEAT_S
         for message in self._arrived(wait_s):
             match message:
-                case _Add(request):
-                    self._core.add(request)
-                case _End(request_id, finish):
-                    self._core.end(request_id, finish)
+                case _Add() | _End():
+                    self._take(message)
                 case _Call(run, done):
                     self._call(run, done)
                 case _Close():
@@ -341,14 +341,36 @@ class EngineThread:
     def _layer_border(self) -> None:
         """Called by the core at each layer: give up a step whose prefill nobody wants any more."""
         self.heartbeat += 1
-        if self._inbox.empty():
-            return
         self._unread.extend(_drain(self._inbox))
         for message in self._unread:
             if isinstance(message, _Close) or (
                 isinstance(message, _End) and self._core.in_prefill(message.request_id)
             ):
                 raise StepInterrupted
+
+    def _take(self, message: _Add | _End) -> None:
+        if isinstance(message, _Add):
+            self._core.add(message.request)
+        else:
+            self._core.end(message.request_id, message.finish)
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        """Called by the core in a pause of a pass, between two steps of other requests.
+
+        These may begin and end now; whatever else has arrived waits for the end of the pass.
+        """
+        if outputs:
+            self._on_loop(self._dispatch, outputs)
+        self._unread.extend(_drain(self._inbox))
+        while self._unread:
+            message = self._unread[0]
+            if not isinstance(message, _Add | _End):
+                break
+            if isinstance(message, _End) and self._core.in_prefill(message.request_id):
+                break
+            self._take(message)
+            self._unread.popleft()
+        self._publish()
 
     def _call(self, run: Callable[[Any], Any], done: Future[Any]) -> None:
         if not done.set_running_or_notify_cancel():

@@ -5,13 +5,17 @@ weights are, slot or host record, and copies some of the missed records into emp
 way; ``safe_point`` makes those resident, evicts, and empties slots for the next step. So an answer
 is the same for any number of slots.
 
+A pass over prompts may pause within a layer for decode steps of others (``within_pass``), each with
+a safe point of its own. Then what has come in becomes resident, and nothing leaves.
+
 The CPU device: slots are ordinary memory, both paths of a miss are the same kernel, and a read over
 the link is a copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -112,6 +116,7 @@ class ExpertRuntime:
         self._plan: policy.Plan
         self._counters = ExpertCounters()
         self._trace: TraceRecorder | None = None
+        self._paused = False
         self.resize(num_slots)
 
     # ---- the step ----
@@ -122,7 +127,9 @@ class ExpertRuntime:
         x: torch.Tensor,  # [T, H] act
         ids: torch.Tensor,  # [T, K] int32, -1: not in use
         weights: torch.Tensor,  # [T, K] float32
+        pause: Callable[[], None] = lambda: None,  # steps of others run in it
     ) -> torch.Tensor:  # [T, H] float32
+        pause()
         row = self._row[layer]
         if self._trace is not None:
             self._trace.add(row, ids.numpy())
@@ -183,6 +190,12 @@ class ExpertRuntime:
         slot = self._table.take(key)
         self._memory.record(slot)[:] = self._pool.record(self._layers[row], expert)
 
+    def _commit_fills(self) -> int:
+        fills = self._table.filling
+        for key in fills:
+            self._commit(key)
+        return len(fills)
+
     def _commit(self, key: int) -> None:
         assert self._memory is not None
         self._address.reshape(-1)[key] = self._memory.address(self._table.commit(key))
@@ -192,6 +205,21 @@ class ExpertRuntime:
         self._address.reshape(-1)[key] = self._host.reshape(-1)[key]
 
     # ---- between steps ----
+
+    @contextmanager
+    def within_pass(self) -> Iterator[None]:
+        """Inside, other steps begin and end while the pass that is under way pauses.
+
+        What it has stored is resident from here on, and stays even if the pass fails: it is whole.
+        """
+        self._count(_Step(self._step.uses), self._commit_fills(), 0)
+        outer, self._step = self._step, _Step(np.zeros_like(self._step.uses))
+        trace, self._trace = self._trace, None  # it takes steps as a whole, one at a time
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._step, self._trace, self._paused = outer, trace, False
 
     def split(self, fetch_of: Sequence[Sequence[int]]) -> None:
         """For 1, 2, 4 and 8 rows: for each number of misses of a layer, how many take the link.
@@ -208,17 +236,18 @@ class ExpertRuntime:
         step = self._step
         if not step.num_tokens:
             return  # nothing ran since the last safe point, or there are no slots
-        fills = self._table.filling
-        for key in fills:
-            self._commit(key)
+        fills = self._commit_fills()
         used = step.uses > 0
         if step.num_tokens > DECODE_TOKENS:
             steps = policy.prefill_steps(self._tuning, step.num_tokens)
             policy.observe(self._state, self._tuning, step.uses / step.num_tokens, steps)
         else:
             policy.observe(self._state, self._tuning, used)
-        plan = self._prepare(used, step.wanted, self._allowance)
-        self._count(step, len(fills) + len(plan.fill), step.evicted + len(plan.evict))
+        if self._paused:
+            self._count(step, fills, step.evicted)
+        else:
+            plan = self._prepare(used, step.wanted, self._allowance)
+            self._count(step, fills + len(plan.fill), step.evicted + len(plan.evict))
         self._begin_step()
 
     def abandon_step(self) -> None:

@@ -1,7 +1,9 @@
 """What the next step runs: pure functions from plain numbers to a plan.
 
 All sequences are treated alike: one with a single pending token is a decode row, one with more is a
-prompt (or a preempted sequence that comes back), computed in chunks.
+prompt (or a preempted sequence that comes back), computed in chunks. A step is one or the other:
+all decode rows, or a *pass* over chunks of prompts, large ones, within which decode rows have steps
+of their own (``pauses``).
 
 Order. Sequences are admitted as they arrived; only copies that wait for a sibling's prompt are
 overtaken. Prompts under way take turns, the shortest first, but each turn passed over counts as a
@@ -17,12 +19,9 @@ something always comes to its end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-
-from ftd.schedule.pace import pace
-from ftd.schedule.rates import Rates
 
 PATIENCE = 4
 
@@ -66,12 +65,10 @@ class StepPlan:
 
     preempt: tuple[str, ...]  # back to waiting, their pages released
     admit: tuple[str, ...]  # waiting to running, with the pages the prefix tree has for them
-    new_pages: int  # what all runs together need: evict cached pages until so many are free
-    runs: tuple[Run, ...]  # decode rows first, oldest first
-    decode_rows: int
-    prompt_tokens: int
+    new_pages: int  # what chunks and rows together need: evict cached pages until so many are free
+    runs: tuple[Run, ...]  # chunks of prompts, or decode rows, oldest first
+    prompt_tokens: int  # of a pass; 0: these are decode rows
     passed_over: tuple[str, ...]  # prompts that had no turn, though others had
-    credit_s: float  # for the plan of the next step
 
 
 def next_in_line(
@@ -89,8 +86,6 @@ def plan_step(
     *,
     free_pages: int,
     idle_pages: int,
-    rates: Rates,
-    credit_s: float,
     limits: Limits,
 ) -> StepPlan:
     """Choose what the next step does.
@@ -99,31 +94,21 @@ def plan_step(
         candidates: those of ``next_in_line``, in its order, as they would be after using what the
             prefix tree knows of them; ``exclusive_pages`` are then the pages that are idle now.
         free_pages, idle_pages: of the pool; idle ones can be evicted.
-        credit_s: of the plan before; 0 at first.
     """
     ledger = _Ledger(limits, free_pages + idle_pages, sorted(running, key=_arrival))
     rows = ledger.claim()
     admitted = ledger.admit(candidates, len(rows))
-    prompts = [s for s in ledger.running if s.pending > 1] + admitted
-    step = pace(
-        rates,
-        credit_s,
-        decode_rows=len(rows),
-        pending_tokens=sum(s.pending for s in prompts),
-        least_tokens=limits.page_tokens,
-        most_tokens=limits.chunk_tokens,
-    )
-    chunks = ledger.chunks(prompts, step.tokens)
+    rows += ledger.join(s for s in admitted if s.pending == 1)
+    prompts = [s for s in (*ledger.running, *admitted) if s.pending > 1]
+    chunks = ledger.chunks(prompts, limits.chunk_tokens)
     served = {run.key for run in chunks}
     return StepPlan(
         preempt=tuple(s.key for s in ledger.preempted),
         admit=tuple(s.key for s in admitted),
         new_pages=ledger.new_pages,
-        runs=(*(Run(s.key, 1) for s in rows), *chunks),
-        decode_rows=len(rows),
+        runs=chunks or tuple(Run(s.key, 1) for s in rows),
         prompt_tokens=sum(run.tokens for run in chunks),
         passed_over=tuple(s.key for s in prompts if chunks and s.key not in served),
-        credit_s=step.credit_s,
     )
 
 
@@ -188,6 +173,17 @@ class _Ledger:
             spare -= s.exclusive_pages + self._outstanding(s)
         return admitted
 
+    def join(self, newcomers: Iterable[SequenceView]) -> list[SequenceView]:
+        """Give a page to rows that begin as such, where one is left."""
+        rows = []
+        for s in newcomers:
+            need = self.need(s, 1)
+            if need <= self.room:
+                self.room -= need
+                self.new_pages += need
+                rows.append(s)
+        return rows
+
     def _outstanding(self, s: SequenceView) -> int:
         """Pages a prompt still needs before its first token, less those set aside."""
         return self.need(s, s.pending) - self._reserved.get(s.key, 0)
@@ -202,6 +198,8 @@ class _Ledger:
             within = max(0, self.room - older) + reserved
             covered = (s.pages + within) * self.limits.page_tokens - s.computed
             tokens = min(s.pending, budget, covered)
+            if budget < min(s.pending, self.limits.page_tokens, self.limits.chunk_tokens):
+                tokens = 0  # crumbs are no turn
             need = self.need(s, tokens) if tokens > 0 else 0
             self.room += reserved - need
             if tokens > 0:

@@ -6,6 +6,7 @@ Captured steps, padding, staging, slots that come and go, eager steps, an unregi
 from __future__ import annotations
 
 import ctypes
+import random
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from ftd.engine.api import Sampling
 from ftd.errors import EngineFailed
 from ftd.experts.split import Allowance
 from ftd.kernels.cpu import native
+from ftd.schedule.pauses import Pauses
 
 MODEL = ORACLES / "qwen3_moe"
 
@@ -38,6 +40,25 @@ def test_slots_and_batches(alone, slots, max_running):
         status = core.status()
     assert status.slots_used <= status.slots_total == slots
     assert (status.expert_misses > 0) == (slots < 32)
+
+
+@pytest.mark.parametrize("slots", [0, 9, 32])
+@pytest.mark.parametrize(("pinned", "staging"), [(True, 4), (True, 0), (False, 3)])
+def test_steps_within_passes(alone, monkeypatch, slots, pinned, staging):
+    """Captured steps while a layer's experts are on their way; eager ones before they are."""
+    rng = random.Random(4)
+    monkeypatch.setattr(Pauses, "due", lambda self, now_s, decode_s: rng.random() < 0.5)
+    with cuda_core(
+        MODEL, slots=slots, staging=staging, pinned=pinned, max_running=12, prefill_chunk=32
+    ) as core:
+        some = requests()
+        if not pinned:  # see test_a_pool_that_kernels_cannot_read
+            some = [one for one in some if one.sampling.temperature == 0]
+        for _ in range(2):
+            core.tree.clear()
+            arrive = {one.request_id: 2 * i for i, one in enumerate(some)}
+            answers = comparable(answer_all(core, some, arrive=arrive))
+            assert answers == {name: alone[name] for name in answers}
 
 
 needs_cpu_kernels = pytest.mark.skipif(

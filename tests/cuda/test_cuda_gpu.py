@@ -15,6 +15,7 @@ from test_contract import ORACLES, requests
 from ftd.errors import EngineFailed
 from ftd.experts.profile import to_json
 from ftd.kernels.cpu import native
+from ftd.schedule.pauses import Pauses
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,6 +53,25 @@ def test_tokens_equal_those_of_the_cpu(model, tokens, slots, pinned):
             assert {name: answer[0] for name, answer in answers.items()} == tokens
         status = core.status()
     assert (status.expert_misses > 0) == (slots < 32)
+
+
+@pytest.mark.parametrize("slots", [0, 9, 32])
+@pytest.mark.parametrize("pinned", [True, False])
+def test_steps_within_passes(model, tokens, monkeypatch, slots, pinned):
+    """Captured steps while a layer's experts are on their way; eager ones before they are."""
+    from ftd.kernels.triton.ops import CudaOps
+
+    rng = random.Random(4)
+    monkeypatch.setattr(Pauses, "due", lambda self, now_s, decode_s: rng.random() < 0.5)
+    with cuda_core(
+        model, slots=slots, pinned=pinned, ops=CudaOps(), device="cuda:0", max_running=12,
+        prefill_chunk=32,
+    ) as core:  # fmt: skip
+        for _ in range(2):
+            core.tree.clear()
+            arrive = {one.request_id: 2 * i for i, one in enumerate(requests())}
+            answers = comparable(answer_all(core, requests(), arrive=arrive))
+            assert {name: answer[0] for name, answer in answers.items()} == tokens
 
 
 @needs_cpu_kernels
