@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,13 +38,25 @@ class RowNumbers:
     slot: int = -1  # of counts and biases
 
     @property
-    def plain(self) -> bool:
-        """Nothing but a temperature."""
-        return not self.flags and self.temperature * self._shaped == 0
+    def shapes(self) -> Shapes:
+        if not self.temperature:
+            return Shapes(full=self.flags != 0)
+        by_k, by_p = self.top_k > 0, self.top_p < 1
+        return Shapes(by_k or by_p or self.min_p > 0 or self.flags != 0, by_k, by_p)
 
-    @property
-    def _shaped(self) -> int:
-        return int(self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+class Shapes(NamedTuple):
+    """What the rows of a launch need, and so which kernels run."""
+
+    full: bool = False  # False: nothing but a temperature
+    by_k: bool = False
+    by_p: bool = False
+
+    def __or__(self, other: Shapes) -> Shapes:
+        return Shapes(*(mine or theirs for mine, theirs in zip(self, other)))
+
+
+ALL_SHAPES = (Shapes(), *(Shapes(True, k, p) for k in (False, True) for p in (False, True)))
 
 
 def _padded(batch: int) -> int:

@@ -14,6 +14,8 @@ replays. Exits 1 if anything differs.
 from __future__ import annotations
 
 import argparse
+import functools
+import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -395,7 +397,7 @@ class Draws:
 
     def __init__(self, B: int, V: int, asked: Sequence[RowNumbers], spread: float = 3.0) -> None:
         self.B, self.asked = B, asked[:B]
-        self.full = not all(numbers.plain for numbers in self.asked)
+        self.shapes = functools.reduce(operator.or_, (n.shapes for n in self.asked))
         self.logits = torch.randn(B, V) * spread
         self.rows, self.kept = Rows(B), Kept(8, V, "cpu")
         self.kept.bias[1, torch.randperm(V)[:500]] = 5.0
@@ -420,7 +422,7 @@ class Draws:
 
     def draw(self) -> None:
         rows, kept, mask, work = self.on_gpu
-        sample(self.logits_on_gpu, rows, kept, mask, self.out, self.ids, work, full=self.full)
+        sample(self.logits_on_gpu, rows, kept, mask, self.out, self.ids, work, self.shapes)
 
     def compare(self, name: str) -> list[bool]:
         """Which rows drew what the reference draws; all else has to be equal."""

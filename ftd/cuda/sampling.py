@@ -1,8 +1,8 @@
 """Tokens from logits on the device, whatever a request asks for: penalties, masks, logprobs.
 
 A step of decode is two graphs, forward and sample, so that a mask which depends on the token before
-may come while forward runs. A sample graph allocates nothing, and there are two for each batch
-size: one for rows with nothing but a temperature, and one for everything.
+may come while forward runs. A sample graph allocates nothing, and each batch size has a few: rows
+with nothing but a temperature need three launches, those with top_k and top_p seven times as many.
 """
 
 from __future__ import annotations
@@ -13,7 +13,16 @@ from typing import Any, Protocol
 
 import torch
 
-from ftd.kernels.sample import Drawn, Kept, RowNumbers, Rows, mask_words, sample_ref
+from ftd.kernels.sample import (
+    ALL_SHAPES,
+    Drawn,
+    Kept,
+    RowNumbers,
+    Rows,
+    Shapes,
+    mask_words,
+    sample_ref,
+)
 
 from .tables import Upload
 
@@ -115,42 +124,43 @@ class RowSampler:
         self._host_mask = torch.zeros(batch, words, dtype=torch.int32)
         self._mask = self._host_mask.to(device, copy=True)
         self._send_mask = Upload(self._mask)
-        self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[Shapes, torch.cuda.CUDAGraph] = {}
 
     def capture(self, logits: torch.Tensor, pool: Any, stream: torch.cuda.Stream) -> None:
         """Capture the draw from ``logits``, which every launch then has to come from."""
-        for full in (False, True):
+        for shapes in ALL_SHAPES:
             with torch.cuda.stream(stream):
-                self._draw(logits, full=full)  # compiles
+                self._draw(logits, shapes)  # compiles
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(
                 graph, pool=pool, stream=stream, capture_error_mode="thread_local"
             ):
-                self._draw(logits, full=full)
-            self._graphs[full] = graph
+                self._draw(logits, shapes)
+            self._graphs[shapes] = graph
 
     def launch(self, logits: torch.Tensor, rows: Sequence[SampleRow | None]) -> None:
         """Queue the draws; None and what lies behind the last one: not in use."""
-        full = masked = False
+        shapes, masked = Shapes(), False
         for i in range(len(self._ids)):
             row = rows[i] if i < len(rows) else None
             self._host.set(i, row.numbers if row else RowNumbers(), row.uniform if row else 0.5)
-            full |= row is not None and not row.numbers.plain
+            if row is not None:
+                shapes |= row.numbers.shapes
             if row is not None and row.mask is not None:
                 self._host_mask[i] = row.mask[: self._host_mask.shape[1]]
                 masked = True
         self._send.send(self._host.block)
         if masked:
             self._send_mask.send(self._host_mask)
-        if full in self._graphs:
-            self._graphs[full].replay()
+        if shapes in self._graphs:
+            self._graphs[shapes].replay()
         else:
-            self._draw(logits, full=full)
+            self._draw(logits, shapes)
         self._memory.launched([r.numbers.slot for r in rows if r and r.numbers.slot >= 0])
 
     @torch.no_grad()
-    def _draw(self, logits: torch.Tensor, *, full: bool) -> None:
+    def _draw(self, logits: torch.Tensor, shapes: Shapes) -> None:
         memory = self._memory
         if memory.work is None:
             sample_ref(logits, self._rows, memory.kept, self._mask, self.drawn)
@@ -160,5 +170,5 @@ class RowSampler:
 
         sample(
             logits, self._rows, memory.kept, self._mask, self.drawn, self._ids, memory.work,
-            full=full,
+            shapes,
         )  # fmt: skip

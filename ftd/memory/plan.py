@@ -239,7 +239,10 @@ class _Needs:
             dense_bytes=dense_bytes,
             pool_bytes=pool_bytes,
             workspace_bytes=workspace_bytes(
-                spec, layout, rows=chunk + config.max_running, sampled=config.max_running
+                spec,
+                layout,
+                rows=chunk + config.max_running,
+                sampled=max(config.max_running, vram.SAMPLED_ROWS if gpu else 0),
             ),
             headroom_bytes=HEADROOM_BYTES + int(HEADROOM_SHARE * (dense_bytes + pool_bytes)),
             state_bytes=slot_bytes(spec, act_bytes),

@@ -24,6 +24,7 @@ CHUNKED_RANGES = 3  # slots, staging, KV: the last chunk of each is used in part
 PREFILL_CHUNK_TOKENS = 2048  # any chunk brings most experts over the link: rather few large ones
 SPARE_BYTES = 512 * MiB  # left to the desktop and others where nobody gave a budget
 SPARE_SHARE = 0.03
+SAMPLED_ROWS = 8  # for which the sampler has counts, biases and room, however few run
 KV_SHARE = 0.25  # of what KV and slots may have, for a pool that nobody sized
 STAGING_SHARE = 0.12  # of the same, at most, for the staging area
 

@@ -1,7 +1,7 @@
 """One token for each row of logits, without a sort and without a wait: fit for a captured graph.
 
     adjust    biases, penalties, mask; of each block of the vocabulary the largest, and what is bad
-    narrow    16 passes, only if a row needs more than a temperature. The smallest kept
+    narrow    in 16 passes, 8 of them only if a row has top_k, 8 if one has top_p. The smallest kept
               x = (logit - largest) / temperature is found, four of its bits a pass: for x <= 0 bits
               are in order, so it is enough to count for 15 candidates a pass what they would keep:
               tokens for top_k first, then mass for top_p
@@ -29,6 +29,7 @@ from ftd.kernels.sample import (
     Drawn,
     Kept,
     Rows,
+    Shapes,
     mask_words,
 )
 
@@ -341,10 +342,9 @@ def sample(
     out: Drawn,
     ids: torch.Tensor,  # [B] int64: the tokens once more, always in the vocabulary
     work: Work,
-    *,
-    full: bool,  # False: no row needs more than a temperature
+    shapes: Shapes,  # what any row needs
 ) -> None:
-    """``sample_ref`` as 3 launches, or 21 if ``full``."""
+    """``sample_ref`` as 3 launches, or 7 to 21 if more than a temperature is needed."""
     B, V, R = *logits.shape, rows.padded
     assert logits.is_contiguous() and logits.dtype == torch.float32, (logits.stride(), logits.dtype)
     assert len(work.x) >= B and work.x.shape[1] == V, (logits.shape, work.x.shape)
@@ -355,12 +355,16 @@ def sample(
     _adjust_kernel[grid](
         logits, floats, ints, kept.counts, kept.bias, mask, work.x, work.best, work.bad, work.sums,
         R, V, NB, mask_words(V),
-        FULL=full, **FLAGS, BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False,
+        FULL=shapes.full, **FLAGS, BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     x = logits
-    if full:
+    if shapes.full:
         x = work.x
-        for number in range(2 * PASSES):
+        # the first pass of either kind also prepares what comes behind
+        for number in (
+            *range(PASSES if shapes.by_k else 1),
+            *range(PASSES, 2 * PASSES if shapes.by_p else PASSES + 1),
+        ):
             _narrow_kernel[grid](
                 x, work.best, doubles, floats, ints, work.measures, work.known, R, V, NB, number,
                 BY_K=number < PASSES, FIRST=number % PASSES == 0, PASSES=PASSES, PART=PART,
@@ -368,14 +372,14 @@ def sample(
             )  # fmt: skip
     _mass_kernel[grid](
         x, work.best, doubles, floats, ints, work.measures, work.known, work.mass, R, V, NB,
-        FULL=full, PASSES=PASSES, num_warps=8, **common,
+        FULL=shapes.full, PASSES=PASSES, num_warps=8, **common,
     )  # fmt: skip
     _pick_kernel[(B,)](
         x, work.best, work.bad, doubles, floats, ints, kept.counts, work.known, work.mass,
         out.tokens, out.bad, ids, R, V, NB,
-        FULL=full, PENALISED=PENALISED, PASSES=PASSES, num_warps=8, **common,
+        FULL=shapes.full, PENALISED=PENALISED, PASSES=PASSES, num_warps=8, **common,
     )  # fmt: skip
-    if full:
+    if shapes.full:
         _rank_kernel[grid](
             logits, ints, work.ranked, R, V, NB,
             LOGPROBS=LOGPROBS, MOST=MOST_TOP, TOP=TOP, BLOCK=BLOCK, num_warps=8,

@@ -22,7 +22,7 @@ from ftd.kernels.cpu.service import Mailbox
 from ftd.kernels.delta import DeltaWeights, LayerStates, StateRows, StateSpan
 from ftd.kernels.divide import new_shared
 from ftd.kernels.formats import FORMATS, expert_layout
-from ftd.kernels.sample import Drawn, Kept, Rows, mask_words
+from ftd.kernels.sample import ALL_SHAPES, Drawn, Kept, Rows, mask_words
 from ftd.kernels.triton import divide, sample
 from ftd.kernels.triton.ops import CudaOps
 
@@ -118,8 +118,8 @@ def launch_everything() -> None:
         rows, kept, out = Rows(4, "meta"), Kept(8, V, "meta"), Drawn.empty(4, "meta")
         logits, mask = tensor(4, V, dtype=f32), tensor(4, mask_words(V), dtype=i32)
         work, ids = sample.Work(8, V, "meta"), tensor(4, dtype=i64)
-        for full in (False, True):
-            sample.sample(logits, rows, kept, mask, out, ids, work, full=full)
+        for shapes in ALL_SHAPES:
+            sample.sample(logits, rows, kept, mask, out, ids, work, shapes)
     both = tensor(4, 16, 2, 256)
     ops.sigmoid_mul(tensor(4, 16, 256), both[:, :, 1])
     ops.add_gated(tensor(4, 2048, dtype=f32), tensor(4, 2048, dtype=f32), tensor(4, 1, dtype=f32))

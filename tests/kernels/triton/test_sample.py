@@ -10,9 +10,10 @@ import torch
 pytest.importorskip("triton")
 
 from ftd.kernels import sample as rules
-from ftd.kernels.sample import Drawn, Kept, RowNumbers, Rows, mask_words, sample_ref
+from ftd.kernels.sample import Drawn, Kept, RowNumbers, Rows, Shapes, mask_words, sample_ref
 from ftd.kernels.triton import sample as kernels
 
+PLAIN = Shapes()
 V = 900  # two blocks, the last one short
 
 
@@ -22,13 +23,14 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(kernels, "PART", 128)
 
 
-def both(logits, numbers, uniforms, *, prepare=lambda kept, mask: None, full=True):
+def both(logits, numbers, uniforms, *, prepare=lambda kept, mask: None, shapes=PLAIN):
     """What the reference draws and what kernels draw, and the counts that they leave."""
     found = []
     B, vocab = logits.shape
     rows = Rows(B)
     for b, (n, u) in enumerate(zip(numbers, uniforms, strict=True)):
         rows.set(b, n, u)
+        shapes |= n.shapes
     for with_kernels in (False, True):
         kept, mask = Kept(4, vocab, "cpu"), torch.zeros(B, mask_words(vocab), dtype=torch.int32)
         torch.manual_seed(7)
@@ -40,7 +42,7 @@ def both(logits, numbers, uniforms, *, prepare=lambda kept, mask: None, full=Tru
                 getattr(work, name).fill_(float("nan"))
             for name in ("best", "bad", "measures", "known", "mass", "ranked"):
                 getattr(work, name).fill_(-(1 << 30))
-            kernels.sample(logits, rows, kept, mask, out, ids, work, full=full)
+            kernels.sample(logits, rows, kept, mask, out, ids, work, shapes)
             assert ids.equal(out.tokens[:B].where(out.tokens[:B] >= 0, ids))
             assert (ids >= 0).all() and (ids < vocab).all()
         else:
@@ -64,13 +66,13 @@ def random(rows, vocab=V, spread=3.0, seed=0):
     return torch.randn(rows, vocab) * spread
 
 
-@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("shapes", [Shapes(), Shapes(full=True)])
 @pytest.mark.parametrize("vocab", [1, 33, 512, V])
-def test_temperature_alone(vocab, full):
+def test_temperature_alone(vocab, shapes):
     temperatures = [0.0, 0.3, 1.0, 1e-30, 1e30, 2.5]
     numbers = [RowNumbers(temperature=t) for t in temperatures]
     uniforms = [0.5, 0.01, 0.99, 0.3, 0.7, 1 - 2**-33]
-    assert_same(both(random(6, vocab), numbers, uniforms, full=full))
+    assert_same(both(random(6, vocab), numbers, uniforms, shapes=shapes))
 
 
 SHAPES = [
@@ -87,6 +89,13 @@ SHAPES = [
     {"top_k": 20, "top_p": 0.8, "min_p": 0.02},
     {"top_k": 700, "top_p": 0.95},
 ]
+
+
+def test_what_no_row_asks_for_is_not_searched():
+    """Rows with top_k and rows with top_p alone, and neither: min_p."""
+    for shape in ({"top_k": 20}, {"top_p": 0.6}, {"min_p": 0.1}):
+        numbers = [RowNumbers(temperature=1.0, **shape), RowNumbers(temperature=2.0)]
+        assert_same(both(random(2), numbers, [0.8, 0.3]))
 
 
 @pytest.mark.parametrize(("temperature", "uniform"), [(0.7, 0.9), (1e30, 0.6)])
