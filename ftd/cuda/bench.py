@@ -144,6 +144,10 @@ class CudaBench:
         repeat(once, seconds)
         return max(LEAST_S, median(asked) - median(silent) - median(alone))
 
+    def cpu_row_s(self, seconds: float) -> float:
+        assert self._cpu is not None
+        return self._cpu.cpu_row_s(seconds)
+
     def read_bytes_per_s(self, seconds: float) -> float:
         return self._cpu.read_bytes_per_s(seconds) if self._cpu else 0.0
 

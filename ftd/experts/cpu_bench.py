@@ -17,6 +17,7 @@ from ftd.kernels.formats import ExpertLayout
 from ftd.kernels.ops import Ops
 
 LEAST_CALLS = 2
+MANY_TOKENS = 32  # of one expert: more of them cost in proportion
 
 
 class CpuBench:
@@ -65,6 +66,17 @@ class CpuBench:
         began_s = time.perf_counter()
         self._ops.moe(x, ids, weights, self._address, self._layout, self._activation)
         return time.perf_counter() - began_s
+
+    def cpu_row_s(self, seconds: float) -> float:
+        found: list[float] = []
+
+        def once() -> None:
+            one = routes(self._random, 1, 1, 1, len(self._address))
+            ids = torch.from_numpy(one).repeat(MANY_TOKENS, 1)
+            found.append(self.compute(ids) / MANY_TOKENS)
+
+        repeat(once, seconds)
+        return median(found)
 
     def read_bytes_per_s(self, seconds: float) -> float:
         ops = self._ops

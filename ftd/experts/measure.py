@@ -49,6 +49,10 @@ class Bench(Protocol):
         """What one question to the CPU adds to its work; None: there is none to measure."""
         ...
 
+    def cpu_row_s(self, seconds: float) -> float:
+        """The CPU's time for one token of one expert that serves many."""
+        ...
+
     def read_bytes_per_s(self, seconds: float) -> float:
         """Plain read of the host pool by the CPU's threads; 0: not to be had."""
         ...
@@ -99,6 +103,7 @@ _NAMES = {
     "hits": "experts in slots",
     "layer": "a layer without experts",
     "handshake": "the handshake",
+    "rows": "the CPU, many tokens",
     "read": "the CPU's memory",
 }
 
@@ -140,6 +145,7 @@ def _tasks(bench: Bench, effort: Effort) -> Iterator[_Task]:
         yield _Task("layer", rows)
     if bench.has_cpu:
         yield _Task("handshake")
+        yield _Task("rows")
         yield _Task("read")
 
 
@@ -158,6 +164,8 @@ def _sample(bench: Bench, task: _Task, seconds: float) -> tuple[float, ...] | No
             found = bench.fixed_s(task.rows, seconds)
         case "handshake":
             found = bench.handshake_s(seconds)
+        case "rows":
+            found = bench.cpu_row_s(seconds)
         case _:
             found = bench.read_bytes_per_s(seconds)
     return None if found is None else (found,)
@@ -200,6 +208,7 @@ def _profile(
         bench.expert_bytes,
         figures,
         read_bytes_per_s=only(_Task("read")) or 0.0,
+        cpu_row_s=only(_Task("rows")) or 0.0,
         handshake_s=HANDSHAKE_S if handshake is None else handshake,
         measured_at=now,
         gpu_name=bench.gpu_name,

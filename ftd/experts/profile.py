@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
 from ftd.experts.machines import HANDSHAKE_S, Machine
-from ftd.experts.split import Rates, fetch_table
+from ftd.experts.split import PromptRates, Rates, fetch_table
 
 VERSION = 1  # raised when an old file would be misread
 BATCHES = (1, 2, 4, 8)
@@ -59,6 +59,7 @@ class Profile:
     expert_bytes: int  # that a kernel reads of one expert
     figures: tuple[Figures, ...]  # by rising batch, at least one
     read_bytes_per_s: float = 0.0  # plain read by the CPU's threads; 0: not measured
+    cpu_row_s: float = 0.0  # one token of one expert on the CPU, among many; 0: not measured
     handshake_s: float = HANDSHAKE_S
     measured_at: float = 0.0  # unix time
     gpu_name: str = ""  # for people
@@ -86,6 +87,19 @@ class Profile:
         """For each number of misses that a layer can have, how many take the link."""
         rates = self.rates(batch)
         return None if rates is None else fetch_table(rates, batch * experts_per_token)
+
+    def prompt_rates(self, fixed_s: float = 0.0) -> PromptRates | None:
+        """For the misses of a prompt's layer; None: the CPU, or the link, was not measured.
+
+        Args:
+            fixed_s: of the CPU's part: to bring activations there and products back.
+        """
+        link, cpu = self.at(1).link, self.at(1).cpu
+        if not (link.experts_per_s and cpu.experts_per_s and self.cpu_row_s):
+            return None
+        return PromptRates(
+            1 / link.experts_per_s, 1 / cpu.experts_per_s, self.cpu_row_s, fixed_s + cpu.fixed_s
+        )
 
     def machine(self, name: str, batch: int = 1) -> Machine:
         """As the simulator takes it."""
@@ -171,6 +185,7 @@ def _refuse_absurd(profile: Profile) -> None:
     numbers = [n for line in lines for n in (line.experts_per_s, line.fixed_s)]
     numbers += [f.fixed_s for f in profile.figures if f.fixed_s is not None]
     numbers += [profile.read_bytes_per_s, profile.handshake_s, profile.measured_at]
+    numbers += [profile.cpu_row_s]
     for number in (*shares, *numbers, profile.expert_bytes, *batches):
         if not isinstance(number, int | float) or not math.isfinite(number) or number < 0:
             raise ValueError(f"{number!r} is no time, rate or share")

@@ -39,6 +39,9 @@ class Fast:
     def handshake_s(self, seconds):
         return 1e-6
 
+    def cpu_row_s(self, seconds):
+        return 20e-6
+
     def read_bytes_per_s(self, seconds):
         return 1e9
 

@@ -52,6 +52,9 @@ class Scripted:
     def handshake_s(self, seconds):
         return 5e-6
 
+    def cpu_row_s(self, seconds):
+        return 20e-6
+
     def read_bytes_per_s(self, seconds):
         return 7e9
 
@@ -84,7 +87,7 @@ def test_rates_of_a_known_machine_come_out_again():
         assert figures.fixed_s == pytest.approx(50e-6 + figures.batch * 1e-6)
     assert (profile.handshake_s, profile.read_bytes_per_s) == (5e-6, 7e9)
     assert (profile.measured_at, profile.quick, profile.key) == (123.0, False, KEY)
-    assert profile.gpu_name == "a GPU"
+    assert (profile.gpu_name, profile.cpu_row_s) == ("a GPU", 20e-6)
     assert [s.done for s in slices] == list(range(1, slices[0].of + 1)) and slices[-1].of == len(
         slices
     )
@@ -142,6 +145,7 @@ def test_the_cpu_is_measured_with_the_operations_that_serve(fmt, make):
     (figures,) = profile.figures
     assert figures.cpu.experts_per_s > 0 and figures.link.experts_per_s == 0
     assert (profile.read_bytes_per_s > 0) == (make is not TorchOps)
+    assert 0 < profile.cpu_row_s < 1
     assert profile.fetch_of(1, 4) == (0,) * 5
     pool.close()
     if make is not TorchOps:

@@ -22,7 +22,7 @@ from ftd.experts.profile import (
     to_json,
 )
 from ftd.experts.profile_store import ProfileStore
-from ftd.experts.split import fetch_table
+from ftd.experts.split import fetch_table, prompt_share
 
 KEY = Key("GPU-1", "a processor", 14, "bf16 2048x768")
 BYTES = 3 * 2048 * 768 * 2
@@ -76,6 +76,15 @@ def test_without_a_link_or_without_a_cpu_the_other_computes_all():
     assert no_link.fetch_of(1, 3) == (0, 0, 0, 0)
     assert no_cpu.fetch_of(1, 3) == (0, 1, 2, 3)
     assert neither.fetch_of(1, 3) is None
+
+
+def test_prompts_are_divided_by_the_same_rates():
+    assert PROFILE.prompt_rates() is None, "tokens of one expert were not measured"
+    rates = replace(PROFILE, cpu_row_s=2e-5).prompt_rates(1e-4)
+    assert rates.link_s == pytest.approx(1 / 5393) and rates.cpu_s == pytest.approx(1 / 11740)
+    assert rates.fixed_s == pytest.approx(137e-6) and rates.cpu_row_s == 2e-5
+    assert prompt_share(rates, [1] * 30) == 20
+    assert prompt_share(rates, [500] * 30) == 0
 
 
 def test_the_simulator_gets_the_rates_that_were_measured():
