@@ -393,7 +393,7 @@ class EngineCore:
         A row that turns out to have ended brings a surplus token, which is thrown away; what it
         writes into a page given back comes before whatever the page's next user writes.
         """
-        if self._waiting or not self.runner.can_follow(step.result):
+        if self._has_room_for_more() or not self.runner.can_follow(step.result):
             return None
         rows = [answering for answering, _ in step.runs]
         if len(rows) != len(self._running) or not all(self._is_live(a) for a in rows):
@@ -410,6 +410,10 @@ class EngineCore:
         result = self.runner.follow(step.result, spans)
         live = [(a, 1) for a, goes in zip(rows, going) if goes]
         return Launched(live, [s for s in spans if s], result)
+
+    def _has_room_for_more(self) -> bool:
+        """The next plan may admit somebody."""
+        return len(self._running) < self.limits.max_running and bool(self._ready())
 
     def _is_live(self, answering: Answering) -> bool:
         return self._running.get(answering.sequence.key) is answering

@@ -148,6 +148,16 @@ def test_anything_asked_of_a_token_is_drawn_ahead(count, held):
     assert len(followed) >= 14, "rows end at three lengths, and each end makes the batch anew"
 
 
+def test_requests_that_wait_for_a_place_do_not_stop_steps_from_being_launched_ahead():
+    many = [request(f"r{i}", prompt(i, 12), 30) for i in range(4)]
+    with cuda_core(MODEL, slots=9, max_running=2) as core:
+        follow, followed = core.runner.follow, []
+        core.runner.follow = lambda *of: followed.append(1) or follow(*of)
+        answers = comparable(answer_all(core, many))
+    assert len(followed) == 2 * 28, "two batches: the first token is the prompt's, the last follows"
+    assert answers == answer_alone(MODEL, many)
+
+
 @pytest.mark.parametrize(("count", "held"), [(11, True), (30, False)])
 def test_waves_that_are_not_launched_ahead(count, held):
     """Rows held to a grammar, whose draws cannot wait; and more than there are slots for counts."""
