@@ -243,6 +243,7 @@ class _Needs:
                 layout,
                 rows=chunk + config.max_running,
                 sampled=max(config.max_running, vram.SAMPLED_ROWS if gpu else 0),
+                on_gpu=gpu is not None,
             ),
             headroom_bytes=HEADROOM_BYTES + int(HEADROOM_SHARE * (dense_bytes + pool_bytes)),
             state_bytes=slot_bytes(spec, act_bytes),
@@ -511,14 +512,16 @@ class _Planner:
         raise BudgetExceeded(f"{self.config.named(name)}: {said}", hint=hint)
 
 
-def workspace_bytes(spec: ModelSpec, layout: ExpertLayout, *, rows: int, sampled: int) -> int:
+def workspace_bytes(
+    spec: ModelSpec, layout: ExpertLayout, *, rows: int, sampled: int, on_gpu: bool
+) -> int:
     """The most that intermediate results of one step take: an upper estimate in float32.
 
     ``rows`` tokens go through a layer together, ``sampled`` of them up to the logits.
     """
     widest = 0
     for layer in spec.layers:
-        widest = max(widest, _mixer_width(layer.mixer), _mlp_width(layer.mlp, spec.hidden))
+        widest = max(widest, _mixer_width(layer.mixer, on_gpu), _mlp_width(layer.mlp, spec.hidden))
     # residual, its norm, and a layer's result stay while the widest part is computed
     layers = rows * (4 * spec.hidden + widest) * 4
     logits = sampled * spec.vocab * 4 * 3  # as computed, with penalties, as probabilities
@@ -535,11 +538,14 @@ def _mlp_width(mlp: DenseSpec | MoeSpec, hidden: int) -> int:
     return 3 * mlp.num_experts + max(3 * mlp.inner * mlp.experts_per_token, shared)
 
 
-def _mixer_width(mixer: AttentionSpec | DeltaSpec) -> int:
+def _mixer_width(mixer: AttentionSpec | DeltaSpec, on_gpu: bool) -> int:
     """Numbers that a row's mixer has at once."""
     if isinstance(mixer, DeltaSpec):
-        heads = mixer.num_value_heads * (2 * mixer.key_dim + 4 * mixer.value_dim)
-        return 6 * mixer.channels + heads  # two of the convolution's in float64
+        keys, values = mixer.key_dim, mixer.value_dim
+        if on_gpu:  # projections and convolution; z, results and their norm; kernels.triton.delta
+            return 2 * mixer.channels + mixer.num_value_heads * (3 * values + keys + 65)
+        # two of the convolution's in float64
+        return 6 * mixer.channels + mixer.num_value_heads * (2 * keys + 4 * values)
     gate = 5 if mixer.gated else 0  # beside q, in float64 on the way
     return ((2 + gate) * mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim
 
