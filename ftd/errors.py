@@ -18,7 +18,9 @@
   ├── LoadFailed                 load_failed           500  a model that failed after every check
   ├── RequestCancelled           request_cancelled     499  cancelled by an operator or a reload
   └── EngineFailed               engine_failed         500  a step failed; the log has the cause
-      └── ConstraintFailed       constraint_failed     500  an answer left its grammar
+      ├── ConstraintFailed       constraint_failed     500  an answer left its grammar
+      ├── OutOfMemory            out_of_memory         503  a step that the GPU had no room for
+      └── GpuLost                gpu_lost              500  it answers no more: only a restart helps
 
 Our own mistakes are assertions, not errors of this tree.
 """
@@ -131,3 +133,11 @@ class EngineFailed(FtdError):
 
 class ConstraintFailed(EngineFailed):
     code, status = "constraint_failed", 500
+
+
+class OutOfMemory(EngineFailed):
+    code, status = "out_of_memory", 503
+
+
+class GpuLost(EngineFailed):
+    code, status = "gpu_lost", 500

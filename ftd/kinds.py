@@ -35,6 +35,8 @@ class FaultSpec:
     """Faults asked for by a test: ``--fault step:3,slow:50ms``. Never set in service."""
 
     step: int | None = None  # the n-th step since start raises
+    memory: int | None = None  # the n-th step finds no memory
+    gpu: int | None = None  # the n-th step breaks the GPU's context, which lasts
     load: int | None = None  # the n-th load of a model since start fails half-way
     slow_s: float = 0.0  # every step takes this much longer
     stuck: int | None = None  # in the n-th step beside a GPU the CPU stops answering
@@ -238,7 +240,9 @@ def fault() -> Kind:
         found: dict[str, Any] = {}
         for part in value.split(","):
             name, _, number = part.strip().partition(":")
-            if name in ("step", "load", "stuck") and re.fullmatch(r"[1-9]\d{0,8}", number):
+            if name in ("step", "memory", "gpu", "load", "stuck") and re.fullmatch(
+                r"[1-9]\d{0,8}", number
+            ):
                 found[name] = int(number)
             elif name == "slow":
                 found["slow_s"] = parse_duration(number)
@@ -246,4 +250,5 @@ def fault() -> Kind:
                 raise ValueError
         return FaultSpec(**found)
 
-    return Kind("step:N, load:N, stuck:N or slow:DURATION, joined by commas", parse, "FAULT")
+    allowed = "step:N, memory:N, gpu:N, load:N, stuck:N or slow:DURATION, joined by commas"
+    return Kind(allowed, parse, "FAULT")

@@ -23,6 +23,7 @@ import structlog
 import torch
 
 from ftd.config import FaultSpec
+from ftd.cuda.faults import break_context, is_lost
 from ftd.engine import figures
 from ftd.engine.api import (
     EngineRequest,
@@ -40,7 +41,7 @@ from ftd.engine.passes import Borders, PausingExperts
 from ftd.engine.profiling import Profiling
 from ftd.engine.runner import Runner, StepResult
 from ftd.engine.sampling import Draw, SamplingState, token_logprob
-from ftd.errors import ConstraintFailed, EngineFailed
+from ftd.errors import ConstraintFailed, EngineFailed, OutOfMemory
 from ftd.experts.runtime import DECODE_TOKENS, ExpertCounters, ResidencyMap
 from ftd.experts.slots import Resized
 from ftd.experts.trace import TraceRecorder
@@ -241,6 +242,10 @@ class EngineCore:
         step, self._ahead = self._ahead, None
         return self._early_and(self._complete(step, self._clock()) if step else [])
 
+    def failed_for_good(self, error: Exception) -> bool:
+        """No engine of this process can go on after ``error``."""
+        return is_lost(error)
+
     def close(self) -> None:
         self.held.restoring.close()
         self._close()
@@ -277,11 +282,28 @@ class EngineCore:
         self.held.restoring.take()
         if not self._running and not self._ready():
             return self._early_and([])
-        step = self._ahead or self._launch()
+        try:
+            step = self._ahead or self._launch()
+        except torch.OutOfMemoryError as error:
+            return self._early_and(self._give_up(error))
         self._ahead = None
         if any(self._is_live(answering) for answering, _ in step.runs):
             self._ahead = self._launch_ahead(step)
         return self._early_and(self._complete(step, began_s))
+
+    def _give_up(self, error: torch.OutOfMemoryError) -> list[Output]:
+        """There was no memory for a step: end the prompts in it, or all rows if it had none."""
+        torch.cuda.empty_cache()
+        rows = [a for a in self._running.values() if a.sequence.pending > 1]
+        log.error(
+            "step.out_of_memory", prompts=len(rows), rows=len(self._running), cause=str(error)
+        )
+        failed = OutOfMemory(
+            f"the GPU had no memory for a step: {error}",
+            hint="retry; if it comes again, start ftd with a smaller --vram or --prefill-chunk",
+            retry_after_s=5,
+        )
+        return [self._fail(a, failed) for a in rows or list(self._running.values())]
 
     def _hold(self, outputs: list[Output]) -> None:
         self._early += outputs
@@ -492,6 +514,11 @@ class EngineCore:
             time.sleep(self._fault.slow_s)
         if self._fault.step is not None and self.totals.steps + 1 == self._fault.step:
             raise EngineFailed(f"step {self._fault.step} failed, as --fault asked")
+        if self._fault.memory is not None and self.totals.steps + 1 == self._fault.memory:
+            self._fault = replace(self._fault, memory=None)
+            raise torch.OutOfMemoryError("CUDA out of memory, as --fault asked")
+        if self._fault.gpu is not None and self.totals.steps + 1 == self._fault.gpu:
+            break_context(self.kv.k[0].device)
 
     def _span(self, answering: Answering, tokens: int) -> Span:
         """The next tokens of a sequence, with pages for them."""
@@ -551,17 +578,21 @@ class EngineCore:
             if place < end:
                 answering.scores.append(token_logprob(row, ids[place], top))
 
+    def _fail(self, answering: Answering, cause: EngineFailed) -> Output:
+        sequence, key = answering.sequence, answering.request.request_id
+        log.error("request.failed", request=key, cause=str(cause))
+        del self._running[key]
+        if isinstance(cause, ConstraintFailed):
+            self.held.give_back(sequence)  # what is computed is sound
+        else:
+            self.held.throw_away(sequence)
+        self.totals.failed += 1
+        return Output(key, finish=Finish.ERROR, error=cause)
+
     def _answer(self, answering: Answering, draw: Draw | EngineFailed) -> Output:
         sequence, request = answering.sequence, answering.request
         if isinstance(draw, EngineFailed):
-            log.error("request.failed", request=request.request_id, cause=str(draw))
-            del self._running[request.request_id]
-            if isinstance(draw, ConstraintFailed):
-                self.held.give_back(sequence)  # what is computed is sound
-            else:
-                self.held.throw_away(sequence)
-            self.totals.failed += 1
-            return Output(request.request_id, finish=Finish.ERROR, error=draw)
+            return self._fail(answering, draw)
         sequence.ids.append(draw.token)
         self.totals.output_tokens += 1
         finish = self._finish(sequence, draw.token)

@@ -23,6 +23,7 @@ from ftd.errors import (
     ContextExceeded,
     EngineFailed,
     FtdError,
+    GpuLost,
     NotReady,
     QueueFull,
     RequestCancelled,
@@ -57,6 +58,7 @@ class Core(Protocol):
     def in_prefill(self, request_id: str) -> bool: ...
     def request_ids(self) -> list[str]: ...
     def status(self) -> EngineStatus: ...
+    def failed_for_good(self, error: Exception) -> bool: ...  # no engine of this process can go on
     def close(self) -> None: ...
 
 
@@ -292,16 +294,12 @@ class EngineThread:
                 self._publish()
         except Exception as error:
             log.exception("engine.failed")
-            cause = (
-                error if isinstance(error, FtdError) else EngineFailed(f"a step failed: {error!r}")
-            )
-            if cause is not error:
-                cause.__cause__ = error
-            self.failure = cause
+            cause = self.failure = _as_failure(error, self._core.failed_for_good(error))
             self._on_loop(self._fail_all, cause)
         finally:
             self._refuse_calls()
-            self._core.close()
+            if not isinstance(self.failure, GpuLost):  # else each call would fail, and ftd ends
+                self._core.close()
             self._publish()
 
     def _safe_point(self) -> bool:
@@ -434,10 +432,13 @@ def _as_refusal(cause: Exception | None) -> FtdError:
     return NotReady("the model is no longer loaded", hint="retry shortly", retry_after_s=5)
 
 
-def _as_failure(error: Exception) -> FtdError:
-    if isinstance(error, FtdError):
+def _as_failure(error: Exception, for_good: bool) -> FtdError:
+    if for_good:
+        failure: FtdError = GpuLost(f"the GPU failed: {error}", hint="ftd has to be started again")
+    elif isinstance(error, FtdError):
         return error
-    failure = EngineFailed(f"a step failed: {error!r}", hint="the log has the traceback")
+    else:
+        failure = EngineFailed(f"a step failed: {error!r}", hint="the log has the traceback")
     failure.__cause__ = error
     return failure
 

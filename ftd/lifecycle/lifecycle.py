@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import structlog
 
 from ftd.engine.api import EngineHandle
-from ftd.errors import Busy, EngineFailed, FtdError, LoadFailed, NotReady, TimedOut
+from ftd.errors import Busy, EngineFailed, FtdError, GpuLost, LoadFailed, NotReady, TimedOut
 from ftd.lifecycle.beside import cancel_all, on_thread, trim_memory
 from ftd.lifecycle.served import (
     BudgetDone,
@@ -227,9 +227,15 @@ class Lifecycle:
                     log.info("budget.balanced", **asdict(done))
 
     async def supervise(self) -> NoReturn:
-        """Load the model again when its engine fails. Raises EngineFailed if it fails too often."""
+        """Load the model again when its engine fails.
+
+        Raises:
+            EngineFailed: it fails too often.
+            GpuLost: nothing that this process loads would work.
+        """
         while True:
-            cause = self.last_failure = str(await self._engine_failure())
+            failure = await self._engine_failure()
+            cause = self.last_failure = str(failure)
             failed = self.model
             log.error("model.failed", model=failed and failed.name, cause=cause)
             self._stand(State.FAILED, cause, accepting=False)
@@ -237,6 +243,8 @@ class Lifecycle:
                 await asyncio.wait({self._operation})
             replaced = failed is not self.model
             del failed  # or it would live as long as its successor
+            if isinstance(failure, GpuLost):
+                raise failure
             if not replaced and not self._stopping.is_set():
                 await self._run("recovery", self._recover(cause))
 

@@ -133,7 +133,7 @@ def test_profiles_lie_in_the_users_cache():
         ({"body_limit": "10"}, "expected from 1.00 KiB to 1.00 GiB, found 10 B"),
         ({"model": " "}, "--model: expected a text that is not empty, found ' '"),
         ({"socket": "/" + "x" * 107}, "expected a path of at most 107 bytes, found 108 bytes"),
-        ({"fault": "step:0"}, "--fault: expected step:N, load:N, stuck:N or"),
+        ({"fault": "step:0"}, "--fault: expected step:N, memory:N, gpu:N, load:N, stuck:N or"),
         ({"fault": "crash"}, "found 'crash'"),
         ({"context": "4096", "kv_tokens": "1024"}, "--context 4096 contradicts --kv-tokens 1024"),
         ({"allow_origin": ("a.example",)}, "an origin such as https://chat.example:8080"),

@@ -9,11 +9,13 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from ftd.cuda.faults import is_lost
 from ftd.engine.api import EngineLimits, EngineRequest, EngineStatus, Finish, Output, Sampling
 from ftd.engine.thread import EngineThread, check_request
 from ftd.errors import (
     ContextExceeded,
     EngineFailed,
+    GpuLost,
     NotReady,
     QueueFull,
     RequestCancelled,
@@ -83,6 +85,9 @@ class CountingCore:
 
     def status(self) -> EngineStatus:
         return EngineStatus(running=len(self.left))
+
+    def failed_for_good(self, error: Exception) -> bool:
+        return is_lost(error)
 
     def close(self) -> None:
         self.closed = True
@@ -225,6 +230,16 @@ async def test_a_failed_step_ends_every_request_and_refuses_new_ones(core):
     with pytest.raises(NotReady):
         await engine.at_safe_point(lambda core: None)
     await engine.close()
+
+
+async def test_a_lost_gpu_is_a_failure_for_good_and_nothing_is_given_back_to_it(core):
+    engine = EngineThread(core, LIMITS)
+    core.fail = RuntimeError("CUDA error: an illegal memory access was encountered")
+    last = (await collect(engine.submit(request("a", 99))))[-1]
+    assert isinstance(last.error, GpuLost) and "illegal memory access" in str(last.error)
+    assert await engine.wait_failed() is last.error
+    await engine.close()
+    assert not core.closed
 
 
 async def test_close_in_mid_prefill_ends_everything_with_the_cause(core):

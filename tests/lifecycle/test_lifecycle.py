@@ -17,6 +17,7 @@ from ftd.errors import (
     Busy,
     CheckpointError,
     EngineFailed,
+    GpuLost,
     LoadFailed,
     ModelNotFound,
     NotReady,
@@ -373,6 +374,17 @@ class TestFailure:
             assert engine.closed and lifecycle.state is State.READY
             assert "out of memory" in lifecycle.health()["last_failure"]
             supervising.cancel()
+
+    async def test_a_lost_gpu_ends_it_at_once(self):
+        models = ScriptedModels(a=Script())
+        async with served(models) as lifecycle:
+            supervising = asyncio.create_task(lifecycle.supervise())
+            await asyncio.sleep(0)
+            lifecycle.current().engine.fail(GpuLost("the GPU failed: CUDA error"))
+            with pytest.raises(GpuLost, match="the GPU failed"):
+                await supervising
+            assert lifecycle.health()["cause"] == "the GPU failed: CUDA error"
+            assert len(models.loads) == 1, "nothing is loaded again"
 
     async def test_gives_up_after_too_many(self, monkeypatch):
         monkeypatch.setattr("ftd.lifecycle.succession.FIRST_DELAY_S", 0.001)
