@@ -98,6 +98,24 @@ def test_the_device_draws_what_the_sampler_draws(rows, seed):
     assert mine == wanted
 
 
+def test_kernels_draw_what_the_sampler_draws():
+    """Step by step, in slots that kernels keep up to date themselves."""
+    kernels = pytest.importorskip("ftd.kernels.triton.sample")
+    asked = [
+        Sampling(temperature=0.8, top_p=0.9, frequency_penalty=0.5, seed=1),
+        Sampling(temperature=0.0, repetition_penalty=1.2, logit_bias=((7, 2.0),)),
+        Sampling(temperature=1.3, top_k=30, min_p=0.02, seed=2),
+    ]
+    logits = torch.randn(3, V, generator=torch.Generator().manual_seed(5)) * 2
+    device = Device()
+    device.memory.work = kernels.Work(MOST_ROWS, V, "cpu")
+    mine, wanted = ([SamplingState(sampling, [4, 4, 9]) for sampling in asked] for _ in range(2))
+    for step in range(4):
+        found = device.sample(logits, mine, [step] * 3)
+        assert found == Sampler(V).sample(logits, wanted, [step] * 3)
+    assert device.memory.kept.counts[device.memory.slot_of(mine[0])].sum() == 2 * 4
+
+
 def test_equal_logits():
     rows = [{"top_k": 3}, {"top_p": 0.4}, {"top_p": 0.4, "top_k": 250}, {"temperature": 0.0}]
     logits = torch.zeros(4, V)

@@ -20,7 +20,7 @@ V = 900  # two blocks, the last one short
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     monkeypatch.setattr(kernels, "BLOCK", 512)
-    monkeypatch.setattr(kernels, "PART", 128)
+    monkeypatch.setattr(kernels, "PART", 256)
 
 
 def both(logits, numbers, uniforms, *, prepare=lambda kept, mask: None, shapes=PLAIN):
@@ -98,11 +98,13 @@ def test_what_no_row_asks_for_is_not_searched():
         assert_same(both(random(2), numbers, [0.8, 0.3]))
 
 
-@pytest.mark.parametrize(("temperature", "uniform"), [(0.7, 0.9), (1e30, 0.6)])
-def test_what_is_kept(temperature, uniform):
-    for chosen in (SHAPES[:6], SHAPES[6:]):
-        numbers = [RowNumbers(temperature=temperature, **shape) for shape in chosen]
-        assert_same(both(random(6), numbers, [uniform] * 6))
+@pytest.mark.parametrize("half", [0, 1])
+def test_what_is_kept(half):
+    numbers = [
+        RowNumbers(temperature=(0.7, 1e30)[i % 3 == 1], **shape)
+        for i, shape in enumerate(SHAPES[half::2])
+    ]
+    assert_same(both(random(6), numbers, [0.9] * 6))
 
 
 def test_tokens_as_likely_as_the_last_one_kept_are_kept():
@@ -148,6 +150,7 @@ def test_biases_penalties_masks_and_logprobs():
     assert_same(both(random(6), numbers, [0.7] * 6, prepare=everything))
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")
 def test_a_mask_that_allows_nothing_and_rows_that_are_not_finite():
     numbers = [
         RowNumbers(temperature=t, top_p=0.9, flags=rules.MASKED * m)
