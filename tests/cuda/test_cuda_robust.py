@@ -70,11 +70,11 @@ def test_a_prompt_without_memory_fails_alone(device, monkeypatch):
     with core_on(device, prefill_chunk=64) as core:
         forward, failing = core.experts.forward, []
 
-        def refusing(layer, x, ids, weights):
+        def refusing(layer, x, ids, weights, *pause):
             if layer == 2 and len(x) >= 64 and not failing:
                 failing.append(layer)
                 ask_too_much(device)
-            return forward(layer, x, ids, weights)
+            return forward(layer, x, ids, weights, *pause)
 
         monkeypatch.setattr(core.experts, "forward", refusing)
         answers = answer_all(core, [beside, long], arrive={"long": 6})
