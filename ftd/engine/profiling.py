@@ -65,13 +65,8 @@ class Profiling:
         profile = self.store.find(self._bench.key)
         if profile is None and self._calibrates:
             began_s = time.monotonic()
-            measuring = measure(self._bench, QUICK, self._clock())
             try:
-                while profile is None:
-                    try:
-                        next(measuring)
-                    except StopIteration as end:
-                        profile = end.value
+                profile = _result(measure(self._bench, QUICK, self._clock()))
             finally:
                 self._bench.close()
             log.info("profile.calibrated", took_s=round(time.monotonic() - began_s, 2))
@@ -167,6 +162,15 @@ class Profiling:
             self._measuring.close()
             self._measuring = None
             self._bench.close()
+
+
+def _result(measuring: Generator[Slice, None, Profile]) -> Profile:
+    while True:
+        try:
+            next(measuring)
+        except StopIteration as end:
+            profile: Profile = end.value
+            return profile
 
 
 @dataclass(frozen=True, slots=True)

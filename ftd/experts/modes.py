@@ -2,8 +2,9 @@
 
 The split is computed from rates that were measured alone, and a machine may behave otherwise while
 it serves. So one of two modes is in force, and now and then the other is tried for a while; it is
-kept if it was clearly faster than the mode before and after the trial. Each trial that changes
-nothing doubles the time to the next, so trials cost next to nothing where the choice is right.
+kept if it was clearly faster than the mode before and after the trial, and given up early if it is
+clearly slower. Each trial that changes nothing doubles the time to the next, so trials cost next to
+nothing where the choice is right.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    settle_steps: int = 16  # after a change: fills and evictions follow the new mode
+    settle_steps: int = 8  # after a change: fills and evictions follow the new mode
     window_steps: int = 96  # that are averaged
-    first_trial_windows: int = 2  # so many in one mode before the other is tried
+    least_trial_steps: int = 16  # before a trial is given up
+    give_up: float = 0.1  # if it is so much slower
+    first_trial_windows: int = 4  # so many in one mode before the other is tried
     most_trial_windows: int = 512
     margin: float = 0.04  # a mode must be so much faster: averages of windows are noisy
 
@@ -80,9 +83,18 @@ def after_step(state: State, tuning: Tuning, seconds: float, misses: int) -> Sta
     if state.settling:
         return replace(state, settling=state.settling - 1)
     state = replace(state, window=state.window.plus(seconds))
+    if state.on_trial and _is_hopeless(state, tuning):
+        back = replace(state, mode=state.settled, settling=tuning.settle_steps, window=Average())
+        return _wait_longer(back, tuning)
     if state.window.steps < tuning.window_steps:
         return state
     return _after_window(state, tuning)
+
+
+def _is_hopeless(state: State, tuning: Tuning) -> bool:
+    window = state.window
+    slower = window.step_s > state.before_s * (1 + tuning.give_up)
+    return window.steps >= tuning.least_trial_steps and slower
 
 
 def _after_window(state: State, tuning: Tuning) -> State:
@@ -120,7 +132,11 @@ def _judge(state: State, tuning: Tuning, after_s: float) -> State:
             settled=won,
             settling=tuning.settle_steps,
             trial_s=0.0,
-            wait_windows=tuning.first_trial_windows * 4,
+            wait_windows=tuning.first_trial_windows,
         )
+    return _wait_longer(state, tuning)
+
+
+def _wait_longer(state: State, tuning: Tuning) -> State:
     longer = min(2 * state.wait_windows, tuning.most_trial_windows)
     return replace(state, trial_s=0.0, wait_windows=longer)
