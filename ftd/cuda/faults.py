@@ -12,13 +12,14 @@ import re
 import torch
 
 _CUDA = re.compile(r"CUDA error|Triton Error \[CUDA\]|CUDA_ERROR_|CUDA driver error|cudaError")
+_NO_MEMORY = re.compile(r"out.of.memory", re.I)
 
 
 def is_lost(error: BaseException | None) -> bool:
     """Whether ``error``, or what caused it, says that the GPU's context is broken."""
     while error is not None:
         text = str(error)
-        if _CUDA.search(text) and "out of memory" not in text.lower():
+        if _CUDA.search(text) and not _NO_MEMORY.search(text):
             return True
         error = error.__cause__
     return False

@@ -20,7 +20,7 @@ from ftd.config import FaultSpec
 from ftd.cuda.faults import is_lost
 from ftd.engine.api import EngineLimits, Finish
 from ftd.engine.thread import EngineThread
-from ftd.errors import GpuLost, OutOfMemory
+from ftd.errors import EngineFailed, GpuLost, OutOfMemory
 from ftd.kernels.triton.ops import CudaOps
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "field"))
@@ -169,6 +169,8 @@ def test_a_lack_of_memory_is_not_a_lost_gpu():
     assert is_lost(lost)
     assert not is_lost(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
     assert not is_lost(RuntimeError("CUDA error: out of memory"))
+    assert not is_lost(EngineFailed("cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY"))
+    assert is_lost(EngineFailed("cuMemMap failed: CUDA_ERROR_ILLEGAL_ADDRESS"))
     assert not is_lost(ValueError("no slot"))
     try:
         raise ValueError("a step") from lost
