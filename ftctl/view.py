@@ -11,7 +11,7 @@ from typing import TextIO, TypeVar
 from ftd.control import protocol as p
 from ftd.control.profile_table import profile_lines
 from ftd.engine.api import EngineLimits, EngineStatus, RequestInfo
-from ftd.kv.anchors import AnchorInfo
+from ftd.kv.anchors import AnchorInfo, AnchorTotals
 from ftd.units import format_bytes, format_count, format_seconds
 
 R = TypeVar("R")
@@ -147,6 +147,7 @@ def anchors(result: p.AnchorsResult, paint: Paint, most: int | None = None) -> l
         ("tokens", lambda a: str(a.tokens)),
         ("kv", lambda a: format_bytes(a.kv_bytes)),
         ("state", lambda a: format_bytes(a.state_bytes) if a.state_bytes else "-"),
+        ("host", lambda a: format_bytes(a.host_bytes) if a.host_bytes else "-"),
         ("disk", lambda a: format_bytes(a.disk_bytes) if a.disk_bytes else "-"),
         ("hits", lambda a: str(a.hits)),
         ("age", lambda a: format_seconds(a.age_s)),
@@ -159,6 +160,19 @@ def anchors(result: p.AnchorsResult, paint: Paint, most: int | None = None) -> l
     if more := len(result.anchors) - len(rows):
         lines.append(f"... and {format_count(more)} more, not used as lately (--json shows all)")
     return [*lines, *([f"{result.pages_freed} pages freed"] if result.pages_freed else [])]
+
+
+def anchor_totals(totals: AnchorTotals) -> str:
+    """In one line: how many, what came of them, and where what is kept lies."""
+    tiers = [
+        ("KV", totals.kv_bytes),
+        ("host", totals.host_bytes),
+        ("states", totals.state_bytes),
+        ("disk", totals.disk_bytes),
+    ]
+    held = ", ".join(f"{name} {format_bytes(n)}" for name, n in tiers if n) or "nothing kept"
+    saved = f" saved {format_seconds(totals.saved_s)}" if totals.hits else ""
+    return f"{format_count(totals.count)}: {format_count(totals.hits)} hits{saved}; {held}"
 
 
 def verified(result: p.VerifyResult, paint: Paint) -> list[str]:

@@ -140,6 +140,14 @@ def _engine(engine: EngineStatus, traffic: p.Traffic | None, width: int, paint: 
     pages = f"{format_count(engine.pages_held)} of {format_count(engine.pages_total)} pages, "
     pages += f"{format_count(engine.pages_cached)} cached"
     lines = [view.gauge("KV", engine.pages_held, engine.pages_total, pages, width)]
+    if engine.host_pages_held:
+        pages = f"{format_count(engine.host_pages_held)} of {format_count(engine.host_pages_total)}"
+        note = f"{pages} pages in host memory"
+        lines.append(
+            view.gauge("host KV", engine.host_pages_held, engine.host_pages_total, note, width)
+        )
+    if engine.anchors.count or engine.anchors.disk_bytes:
+        lines.append(view.cut(f"anchors   {view.anchor_totals(engine.anchors)}", width))
     if engine.slots_total:
         slots = f"{engine.slots_used} of {engine.slots_total} slots"
         lines.append(view.gauge("experts", engine.slots_used, engine.slots_total, slots, width))

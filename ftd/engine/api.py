@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ftd.kv.anchors import Anchor, Resumed
+from ftd.kv.anchors import Anchor, AnchorTotals, Resumed
 
 if TYPE_CHECKING:
     import torch
@@ -155,6 +155,7 @@ class EngineStatus:
     prefill_tokens_per_s: float = 0.0
     step_ms_p50: float = 0.0
     rates_from: str = ""  # what the split of missed experts follows from; "": it needs no rates
+    anchors: AnchorTotals = field(default=AnchorTotals())
     requests: tuple[RequestInfo, ...] = field(default=())
 
 

@@ -638,8 +638,12 @@ class EngineCore:
 
     def anchor_infos(self, session: str | None = None) -> tuple[AnchorInfo, ...]:
         """Anchors of one session, or all: those in memory, then those in lower tiers alone."""
-        token_s = self.rates.line[1] if self.rates.chunk_tokens else 0.0
-        return self.held.anchor_infos(session, token_s)
+        return self.held.anchor_infos(session, self._token_s)
+
+    @property
+    def _token_s(self) -> float:
+        """To compute a prompt token; 0: not known yet."""
+        return self.rates.line[1] if self.rates.chunk_tokens else 0.0
 
     def _measure(self, step: Launched, drawn: int, seconds: float, beside: bool) -> None:
         prompt = step.prompt_tokens
@@ -670,5 +674,6 @@ class EngineCore:
                 *(figures.waiting(a.sequence, now_s) for a in self._waiting.values()),
             ],
             self.held.host,
+            self.held.anchor_totals(self._token_s),
             self.profiling.source if self.profiling else "",
         )

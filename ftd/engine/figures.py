@@ -11,7 +11,7 @@ from ftd.engine.meter import Meter
 from ftd.engine.recurrence import Recurrence
 from ftd.experts.runtime import ExpertCounters
 from ftd.kv.anchor_book import Standing
-from ftd.kv.anchors import AnchorInfo
+from ftd.kv.anchors import AnchorInfo, AnchorTotals
 from ftd.kv.host import HostTier
 from ftd.kv.pages import PagePool
 from ftd.kv.runs import Run
@@ -40,7 +40,8 @@ def status(
     totals: Totals,
     meter: Meter,
     requests: Iterable[RequestInfo],
-    host: HostTier | None = None,
+    host: HostTier | None,
+    anchors: AnchorTotals,
     rates_from: str = "",
 ) -> EngineStatus:
     requests = tuple(requests)
@@ -74,6 +75,7 @@ def status(
         prefill_tokens_per_s=meter.prefill_tokens_per_s(),
         step_ms_p50=meter.step_ms_p50(),
         rates_from=rates_from,
+        anchors=anchors,
         requests=requests,
         **asdict(totals),
     )

@@ -15,7 +15,7 @@ from ftd.engine import figures
 from ftd.engine.recurrence import Recurrence
 from ftd.engine.restoring import Restoring
 from ftd.kv.anchor_book import AnchorBook
-from ftd.kv.anchors import Anchor, AnchorInfo, AnchorKind, Ended
+from ftd.kv.anchors import Anchor, AnchorInfo, AnchorKind, AnchorTotals, Ended
 from ftd.kv.cache import KvCache
 from ftd.kv.disk import DiskStore
 from ftd.kv.host import HostTier
@@ -215,6 +215,21 @@ class Holdings:
         if session is None:
             self.recurrence.clear()
         return self.anchors.drop(session)
+
+    def anchor_totals(self, token_s: float) -> AnchorTotals:
+        """Args:
+        token_s: to compute a prompt token; 0: not known yet.
+        """
+        states = self.kv.states.slot_bytes * len(self.recurrence.store) if self.kv.states else 0
+        return AnchorTotals(
+            count=self.anchors.count,
+            kv_bytes=self.pages.idle * self.kv.page_bytes,
+            host_bytes=self.host.pool.held * self.kv.page_bytes if self.host else 0,
+            state_bytes=states,
+            disk_bytes=self.restoring.disk_bytes,
+            hits=self.anchors.hits,
+            saved_s=self.anchors.saved * token_s,
+        )
 
     def anchor_infos(self, session: str | None, token_s: float) -> tuple[AnchorInfo, ...]:
         """Anchors of one session, or all: those in memory, then those in lower tiers alone.

@@ -170,6 +170,10 @@ class Restoring:
         if self._store is not None:
             self._store.close()
 
+    @property
+    def disk_bytes(self) -> int:
+        return self._store.bytes if self._store else 0
+
     def below(self, token_s: float) -> list[AnchorInfo]:
         """Anchors of the tiers below: those in host memory, then those on disk.
 

@@ -28,6 +28,8 @@ _GAUGES = {
     "states_free": "State slots nobody holds.",
     "states_held": "State slots held by requests or kept to resume from.",
     "states_cached": "State slots only kept to resume from.",
+    "host_pages_total": "Pages of the host memory below a GPU's KV, as far as it is pinned.",
+    "host_pages_held": "Of these, pages that hold KV.",
     "slots_total": "Expert slots.",
     "slots_used": "Expert slots that hold an expert.",
     "decode_tokens_per_s": "Output tokens a second, over the last seconds.",
@@ -49,6 +51,8 @@ _COUNTERS = {
     "expert_evicted": "Experts that lost their slot.",
     "preempted": "Sequences put off for lack of pages.",
     "pages_evicted": "Pages of the prefix cache that made room for others.",
+    "host_pages_saved": "Of these, pages that went to host memory.",
+    "host_pages_loaded": "Pages that came back from host memory.",
 }
 
 

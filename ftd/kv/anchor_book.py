@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import NamedTuple
+from weakref import WeakSet
 
 from ftd.kv.anchors import Anchor, AnchorKind, KeptAnchor
 from ftd.kv.prefix_tree import PrefixTree
@@ -29,6 +30,13 @@ class AnchorBook:
     def __init__(self, tree: PrefixTree) -> None:
         self._tree = tree
         self._longest: dict[str, int] = {}  # prompt of each session, oldest sessions first
+        self._shown: WeakSet[KeptAnchor] = WeakSet()  # as long as a run has them, in any tier
+        self.hits = 0
+        self.saved = 0.0  # as in ``KeptAnchor``
+
+    @property
+    def count(self) -> int:
+        return len(self._shown)
 
     def first_chance(self, session: str, prompt_tokens: int) -> float:
         """Of a match with what a request adds, before anything is known of it."""
@@ -81,7 +89,11 @@ class AnchorBook:
         if passed is not None:
             passed.hits += 1
             passed.used_s = self._tree.now_s()
-            passed.saved += Cost(1.0).seconds(0, tokens)
+            saved = Cost(1.0).seconds(0, tokens)
+            passed.saved += saved
+            self._shown.add(passed)
+            self.hits += 1
+            self.saved += saved
         return passed
 
     def take_back(self, ids: array[int], anchors: Iterable[KeptAnchor]) -> None:
@@ -135,7 +147,9 @@ class AnchorBook:
                 if known := twin.anchors.get(anchor.position):
                     run.anchors[anchor.position] = known
                     break
-        run.stand(anchor, session, self._tree.now_s())
+        kept = run.stand(anchor, session, self._tree.now_s())
+        if kept.shown:
+            self._shown.add(kept)
 
     def _is_side(self, session: str, prompt_tokens: int) -> bool:
         return is_side(prompt_tokens, self._longest.get(session, 0))

@@ -52,7 +52,7 @@ class Resumed:
     anchor: Anchor | None = None  # the last one it passed
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class KeptAnchor:
     """An anchor in the prefix tree."""
 
@@ -73,6 +73,19 @@ class KeptAnchor:
     def shown(self) -> bool:
         """A place where prompts part is an anchor once a prompt has come to it again."""
         return self.kind is not AnchorKind.FORK or self.hits > 0
+
+
+@dataclass(frozen=True, slots=True)
+class AnchorTotals:
+    """All anchors together, and what is kept to resume from."""
+
+    count: int = 0  # in the memory steps use, and those left in the host memory below it
+    kv_bytes: int = 0  # of pages that nobody runs on, in the memory steps use
+    host_bytes: int = 0
+    state_bytes: int = 0
+    disk_bytes: int = 0
+    hits: int = 0  # since loading
+    saved_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,12 @@ def test_anchors_go_down_and_come_back_with_their_hits(core):
     found = {(a.session, a.kind, a.position): a for a in core.anchor_infos()}
     user = found["s", "user", 280]
     assert user.hits == 1 and user.kv_bytes > 0 and user.host_bytes > 0 and user.saved_s > 0
+    totals = core.status().anchors
+    known = {(a.session, a.kind, a.position) for a in core.anchor_infos()}
+    assert len(known) <= totals.count <= len(known) + 2  # made again while the old one is below
+    assert totals.hits == 2 and totals.saved_s > 0
+    assert totals.host_bytes == core.held.host.pool.held * core.kv.page_bytes
+    assert totals.kv_bytes == core.pages.idle * core.kv.page_bytes
     freed = core.drop_anchors("s")
     assert freed > 0 and not core.anchor_infos("s")
 

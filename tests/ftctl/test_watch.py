@@ -23,6 +23,7 @@ from ftctl.watch import BARS, History, Style, chart, frame
 from ftd.control import protocol as p
 from ftd.control.traffic import between
 from ftd.engine.api import EngineStatus, RequestInfo
+from ftd.kv.anchors import AnchorTotals
 from ftd.lifecycle.served import Reads
 
 PLAIN, FANCY = Style(Paint(False), unicode=False), Style(Paint(True), unicode=True)
@@ -57,6 +58,9 @@ EVENT = p.StatusResult(
         slots_total=2048,
         slots_used=2000,
         preempted=2,
+        host_pages_total=512,
+        host_pages_held=128,
+        anchors=AnchorTotals(1234, 3 * 2**30, 2**30, 0, 2**33, 56, 754.0),
         decode_tokens_per_s=120.0,
         requests=tuple(
             RequestInfo(f"chatcmpl-{i}" * 5, "prefill", 12000, 512, 0, 0, 3.5) for i in range(30)
@@ -100,6 +104,8 @@ def test_what_stands_in_it_at_eighty_columns():
     text = "\n".join(frame(FULL, history, 80, 60, PLAIN))
     assert re.search(r"KV +\[#+-*\]  98% 4,000 of 4,096 pages, 1,000 cached", text)
     assert re.search(r"experts +\[#+-*\]  98% 2000 of 2048 slots", text)
+    assert re.search(r"host KV +\[#+-*\]  25% 128 of 512 pages in host memory", text)
+    assert "anchors   1,234: 56 hits saved 12 min 34 s; KV 3.00 GiB, host 1.00 GiB" in text
     assert "90% hits of 1,000/s; misses 60/s fetched, 40/s in place; 3/s evicted" in text
     assert "DRAM 9.10 GB/s of weights" in text
     assert "prefix    100% of tokens reused" in text
