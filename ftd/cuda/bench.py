@@ -77,6 +77,7 @@ class CudaBench:
         return self._on_gpu(self._host, rows, experts, seconds)
 
     def hits_s(self, rows: int, experts: int, seconds: float) -> float:
+        assert self.has_hits, "the kernels would read at address 0"
         slots = self._random.permutation(self._resident())
         table = torch.from_numpy(np.resize(slots, tuple(self._host.shape)))
         return self._on_gpu(table, rows, experts, seconds)

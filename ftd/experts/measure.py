@@ -156,6 +156,8 @@ def _sample(bench: Bench, task: _Task, seconds: float) -> tuple[float, ...] | No
             return (bench.link_s(task.rows, task.experts, seconds),)
         case "cpu":
             return (bench.cpu_s(task.rows, task.experts, seconds),)
+        case "hits" if not bench.has_hits:
+            return None  # the slots went while it was measured
         case "hits":
             return (bench.hits_s(task.rows, task.experts, seconds),)
         case "both":

@@ -152,6 +152,17 @@ def test_the_cpu_is_measured_with_the_operations_that_serve(fmt, make):
         ops.close()
 
 
+def test_slots_may_go_while_they_are_measured():
+    bench = Scripted()
+    measuring = measure(bench, FULL, now=0.0)
+    for _ in range(20):
+        next(measuring)
+    bench.has_hits = False
+    profile, _ = finish(measuring)
+    assert profile.figures[0].hits.experts_per_s > 0, "what was measured before counts"
+    assert profile.figures[-1].hits.experts_per_s == 0
+
+
 def test_a_measurement_can_be_given_up():
     bench = Scripted()
     measuring = measure(bench, FULL, now=0.0)
