@@ -172,7 +172,7 @@ def _narrow_kernel(
     by_k = (top_k > 0) & (top_k < V)
     mine = known + b * (2 * PASSES + 2)
     row = x_ptr + b.to(tl.int64) * V
-    least_of_k = ALL
+    least_of_k = tl.full([], ALL, tl.int32)
     if BY_K:
         if FIRST:
             most = _value(_largest(best, b, NB, NBP))
@@ -195,14 +195,14 @@ def _narrow_kernel(
             least_of_k = tl.load(mine + 2 * PASSES)
         if tl.load(doubles + R + b) >= 1:
             return
-    bits = 0
+    bits = tl.full([], 0, tl.int32)
     if not FIRST:
         bits = _narrowed(measures, known, doubles, ints, b, R, NB, number - 1, BY_K, PASSES, NBP)
     if j == 0:
         tl.store(mine + number, bits)
     shift = 4 * (PASSES - 1 - number % PASSES)
     d = tl.arange(0, 16)
-    upto = bits | (d << shift) | ((1 << shift) - 1)
+    upto = bits | (d << shift) | ((tl.full([16], 1, tl.int32) << shift) - 1)
     upto = tl.where((d == 15) | (upto < 0), ALL, upto)
     some = tl.zeros([PART, 16], tl.int32 if BY_K else tl.int64)
     for part in tl.static_range(BLOCK // PART):
