@@ -38,7 +38,7 @@ class CudaStates(StateCache):
         register: Callable[[int, int], str | None] = register_host,
     ) -> None:
         self.slot_bytes = size = slot_bytes(spec, dtype.itemsize)
-        self.num_live = num_live
+        self.num_live, self._device = num_live, memory.device
         self._room = memory.reserve(num_live * size, num_live * size)
         self._live = self._room.span()[: num_live * size].view(num_live, size)
         self._memory = map_memory(num_kept * size)
@@ -72,6 +72,12 @@ class CudaStates(StateCache):
     def copy(self, source: int, target: int) -> None:
         """In the order of the stream that steps run on, which alone read and write states."""
         self.slot(target).copy_(self.slot(source), non_blocking=True)
+
+    def write(self, slot: int, state: torch.Tensor) -> None:
+        """Waits for steps under way: they may still read what was in a kept slot, or write it."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        super().write(slot, state)
 
     def close(self) -> None:
         """Nothing may run any more."""

@@ -230,7 +230,7 @@ class Restoring:
             if position <= end and self._recurrence and self._kv.states:
                 slot = self._recurrence.put_back(ids[:position], chance)
                 if slot is not None:
-                    self._kv.states.slot(slot).copy_(states[position])
+                    self._kv.states.write(slot, states[position])
         for position, kind, session in head.anchors:
             with suppress(ValueError):  # a kind that a later version knows
                 anchor = Anchor(position, AnchorKind(kind))

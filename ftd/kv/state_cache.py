@@ -43,6 +43,10 @@ class StateCache:
     def copy(self, source: int, target: int) -> None:
         self.slot(target).copy_(self.slot(source))
 
+    def write(self, slot: int, state: torch.Tensor) -> None:
+        """Put a state there that comes from elsewhere, [slot_bytes] uint8."""
+        self.slot(slot).copy_(state)
+
     def close(self) -> None:
         """Give the memory back. Views that outlive this read zeros."""
         self._slots = self._slots[:0]
