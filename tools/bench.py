@@ -4,7 +4,8 @@
     python tools/bench.py --only decode cold --quick
     python tools/bench.py --model PATH --resident-share 0.25
     python tools/bench.py --url http://127.0.0.1:8080 --vocab 151936   # any OpenAI-like server
-    python tools/bench.py --show ftd.json peer.json  # tables of earlier runs, side by side
+    python tools/bench.py --show ftd.json --machine h200   # an earlier run, beside the simulator
+    python tools/bench.py --show ftd.json peer.json        # several, side by side
 
 ftd runs four times: 37 % of the experts in slots, its compiled kernels not cached; all resident;
 37 % again with six CPU threads, kernels cached; and with a budget of 8 GiB. Prompts are random
@@ -21,11 +22,12 @@ import argparse
 import asyncio
 import os
 import platform
+import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,7 @@ from bench_server import Prompts, Server, running_ftd, with_server  # noqa: E402
 KV_TOKENS = 32768
 SCORED_TOKENS = 160
 LIMITED_THREADS = 6
+LIMIT_OF_BEST = 0.85  # of the best policy in the simulator: the bar of runs without one
 SMALL_BUDGET = "8G"
 
 # How far two runs may be apart, in nat. Where a router's choice is close, rounding can pick another
@@ -158,6 +161,10 @@ def bench_own(o: argparse.Namespace, results: Results) -> None:
         "model": str(model), "slots": slots, "experts": weights.num_experts, "ftd": o.ftd,
         "machine": platform.processor() or platform.machine(), "cores": os.cpu_count(),
         "prompt_tokens": o.prompt_tokens, "output_tokens": o.output_tokens, "rates": o.rates,
+        "shape": {
+            "layers": weights.layers, "experts": weights.num_experts,
+            "top_k": weights.experts_per_token, "expert_bytes": round(weights.expert_bytes),
+        },
     }  # fmt: skip
     bench = Bench(o, results, Prompts(weights.vocab - 3, o.seed))
     scored = [bench.prompts.new(SCORED_TOKENS) for _ in range(3)]
@@ -216,11 +223,21 @@ def prepare_model(o: argparse.Namespace) -> Path:
     return model
 
 
-def report(results: Results) -> str:
-    parts = [table(LINES + PEER_LINES, {"": results})]
+def report(results: Results, machine: str | None = None) -> str:
+    lines, predicted = LINES + PEER_LINES, {}
+    if machine:
+        predicted = predictions(results, machine)
+        bars = {f"{run}.decode": LIMIT_OF_BEST * best for run, (_, best) in predicted.items()}
+        lines = tuple(
+            replace(line, bar=bars[line.key]) if line.bar is None and line.key in bars else line
+            for line in lines
+        )
+    parts = [table(lines, {"": results})]
     steps = {run: fact for run in RUNS if (fact := results.facts.get(f"{run}.step"))}
     if steps:
         parts += ["", "A decode step, counted:", "", step_table(steps)]
+    if predicted:
+        parts += ["", "Beside the simulator:", "", predicted_table(results, predicted)]
     if gaps := results.facts.get("agreement"):
         parts += ["", told(gaps)]
     parts += [f"\n**{key}**: {why}" for key, why in results.failed.items()]
@@ -243,6 +260,38 @@ def step_table(steps: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
+def predictions(results: Results, machine: str) -> dict[str, tuple[float, float]]:
+    """For each run: decoding by the policy that serves, and by the best that knows no future."""
+    from ftd.experts.machines import MACHINES
+    from ftd.experts.simulator import compare, steps_of, synthetic_routing
+
+    found = {}
+    shape = results.conditions["shape"]
+    layers, experts = shape["layers"], shape["experts"] // shape["layers"]
+    used = steps_of(synthetic_routing(600, layers, experts, shape["top_k"]), experts, 1)
+    for run in RUNS:
+        name = f"{machine}-{LIMITED_THREADS}-threads" if run == "threads" else machine
+        step = results.facts.get(f"{run}.step")
+        if not step or not step["misses"] or name not in MACHINES:
+            continue
+        outcomes = compare(
+            used, MACHINES[name], num_slots=int(step["slots"]), expert_bytes=shape["expert_bytes"]
+        )
+        rates = {outcome.policy: outcome.tokens_per_s for outcome in outcomes}
+        found[run] = rates["default"], max(r for name, r in rates.items() if name != "oracle")
+    return found
+
+
+def predicted_table(results: Results, predicted: dict[str, tuple[float, float]]) -> str:
+    lines = ["| run | measured | simulated | measured / simulated |", "|" + " --- |" * 4]
+    for run, (default, _) in predicted.items():
+        if values := results.values.get(f"{run}.decode"):
+            measured = statistics.median(values)
+            share = 100 * measured / default
+            lines.append(f"| {run} | {measured:.0f} tok/s | {default:.0f} tok/s | {share:.0f} % |")
+    return "\n".join(lines)
+
+
 def agrees(gaps: dict[str, float]) -> bool:
     return gaps["mean"] <= MEAN_TOLERANCE and gaps["far"] <= FAR_SHARE
 
@@ -257,10 +306,10 @@ def told(gaps: dict[str, float]) -> str:
     )
 
 
-def show(paths: Sequence[Path]) -> int:
+def show(paths: Sequence[Path], machine: str | None) -> int:
     found = {path.stem: Results.read(path) for path in paths}
     if len(found) == 1:
-        print(report(*found.values()))
+        print(report(*found.values(), machine))
         return 0
     for result in found.values():  # a peer's rows beside those of ftd that they compare with
         for key in [key for key in result.values if key.startswith("url.")]:
@@ -295,6 +344,7 @@ def arguments() -> argparse.Namespace:
         "--rates", type=float, nargs=3, default=[50.9, 137.0, 4800.0],
         metavar=("LINK", "DRAM", "HBM"), help="GB/s of this machine; default: the H200 machine",
     )  # fmt: skip
+    ap.add_argument("--machine", help="what the simulator says for this one, e.g. h200")
     ap.add_argument("--out", type=Path, help="folder for results.json, plot.svg and logs")
     ap.add_argument("--show", type=Path, nargs="+", metavar="JSON", help="print these results")
     ap.add_argument("ftd", nargs="*", help="after --: further flags for ftd")
@@ -307,7 +357,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     o = arguments()
     if o.show:
-        return show(o.show)
+        return show(o.show, o.machine)
     results = Results(o.out / "results.json" if o.out else None)
     try:
         (bench_url if o.url else bench_own)(o, results)
@@ -315,10 +365,11 @@ def main() -> int:
         results.fail("bench", str(error) or type(error).__name__)
     except KeyboardInterrupt:
         results.fail("bench", "interrupted")
-    print(report(results))
+    text = report(results, o.machine)
+    print(text)
     if o.out:
         (o.out / "plot.svg").write_text(plot(LINES, results))
-        (o.out / "table.md").write_text(report(results) + "\n")
+        (o.out / "table.md").write_text(text + "\n")
     gaps = results.facts.get("agreement")
     return 1 if results.failed or (gaps and not agrees(gaps)) else 0
 

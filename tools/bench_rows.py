@@ -109,7 +109,8 @@ async def counted(
         name: (last.get(f"expert_{name}", 0) - first.get(f"expert_{name}", 0)) / steps
         for name in names
     }
-    return {**per_step, "steps": steps, "step_s": (ended_s - begun_s) / steps}
+    slots = last.get("slots_total", 0)
+    return {**per_step, "steps": steps, "step_s": (ended_s - begun_s) / steps, "slots": slots}
 
 
 Answers = dict[str, list]

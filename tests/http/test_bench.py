@@ -12,6 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
+import bench
 from bench_full import layers_that_fit, predictor, report
 from bench_report import Line, Results, plot, table
 from bench_roofline import Rates, Weights, least_step_s, read_weights
@@ -101,6 +102,20 @@ def test_a_model_has_as_many_layers_as_fit_beside_their_host_pool():
     assert layers_that_fit(40, 1.5, 2.0, 104.0) == 33
     assert layers_that_fit(40, 0.5, 2.0, 104.0) == 40
     assert layers_that_fit(40, 100.0, 2.0, 104.0) == 1
+
+
+def test_runs_without_a_bar_are_held_to_the_simulators_best_policy():
+    step = {"hits": 118, "misses": 10, "fetched": 6, "on_cpu": 4, "fill_bytes": 1, "step_s": 1e-3}
+    shape = {"layers": 4, "experts": 256, "top_k": 8, "expert_bytes": 9437184}
+    results = Results(
+        conditions={"shape": shape},
+        values={"threads.decode": [10.0], "offloaded.decode": [1e6]},
+        facts={f"{run}.step": {**step, "slots": 95} for run in ("threads", "offloaded")},
+    )
+    text = bench.report(results, "h200")
+    assert "| decode, 6 CPU threads | 10 tok/s | 10 to 10 | 1 | ≥ " in text
+    assert "missed" in text and "≥ 325 reached" in text  # a bar of its own stays
+    assert "| offloaded | 1000000 tok/s |" in text
 
 
 async def test_any_server_is_measured_by_its_url(front, tmp_path):
