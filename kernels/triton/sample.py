@@ -36,7 +36,7 @@ from ftd.kernels.sample import (
 from .numbers import power_of_2
 
 BLOCK = 2048  # of the vocabulary, for one program
-PART = 1024  # of it for which 15 candidates fit into registers
+PART = 512  # of it for which 15 candidates fit into registers
 PASSES = 8  # of four bits
 TOP = power_of_2(MOST_TOP)
 FLAGS = {"BIASED": BIASED, "PENALISED": PENALISED, "MASKED": MASKED, "LOGPROBS": LOGPROBS}
