@@ -14,7 +14,7 @@ from ftd.config import Config
 from ftd.control.commands import profile_result
 from ftd.control.profile_table import profile_lines
 from ftd.engine.loading import load_core, prepare
-from ftd.engine.profiling import Measured, begin_measuring, end_measuring, measure_slice
+from ftd.engine.profiling import Measured, end_measuring, measure_slice
 from ftd.units import format_bytes
 
 
@@ -36,11 +36,10 @@ def print_profile(config: Config) -> int:
         )
         began_s = time.monotonic()
         try:
-            begin_measuring(core)
-            while not isinstance(found := measure_slice(core).found, Measured):
+            while not isinstance(found := measure_slice(core, core).found, Measured):
                 tell(f"{found.done / found.of:.0%} {found.phase}")
         finally:
-            end_measuring(core)
+            end_measuring(core, core)
             core.close()
         tell("")
         path = found.save()

@@ -56,6 +56,7 @@ class Profiling:
         self._bench, self._experts, self._clock = bench, experts, clock
         self._calibrates = calibrates
         self._measuring: Generator[Slice, None, Profile] | None = None
+        self._owner: object = None  # of that measurement
         self._tables: dict[int, Sequence[int]] = {}  # by rows, as the profile divides
         self._modes: dict[int, State] = {}  # of those that leave something to the CPU
         self._misses = 0  # since loading
@@ -140,14 +141,18 @@ class Profiling:
 
     # ---- measured again, slice by slice
 
-    def begin(self) -> None:
-        """Raises Busy: a measurement is under way."""
-        if self._measuring is not None:
-            raise Busy("a measurement is under way", hint="wait for it; ftctl watch shows it")
-        self._measuring = measure(self._bench, FULL, self._clock())
+    def next_slice(self, owner: object) -> Slice | Profile:
+        """Measure a little more; the profile, already taken over, when all is measured.
 
-    def next_slice(self) -> Slice | Profile:
-        """Measure a little more; the profile, already taken over, when all is measured."""
+        Args:
+            owner: the same in every call of one measurement; the first begins it.
+        Raises:
+            Busy: another one is under way.
+        """
+        if self._owner is None:
+            self._owner, self._measuring = owner, measure(self._bench, FULL, self._clock())
+        if self._owner is not owner:
+            raise Busy("a measurement is under way", hint="wait for it; ftctl watch shows it")
         assert self._measuring is not None
         try:
             return next(self._measuring)
@@ -156,11 +161,11 @@ class Profiling:
             self.take(profile)
             return profile
 
-    def end(self) -> None:
-        """Done, or given up: let go of what was needed. Idempotent."""
-        if self._measuring is not None:
+    def end(self, owner: object) -> None:
+        """Done, or given up: let go of what its measurement needed. Idempotent."""
+        if self._measuring is not None and self._owner is owner:
             self._measuring.close()
-            self._measuring = None
+            self._measuring = self._owner = None
             self._bench.close()
 
 
@@ -194,22 +199,19 @@ class Done:
     took_s: float
 
 
-def begin_measuring(core: EngineCore) -> None:
-    """Raises Busy, ConfigError."""
-    profiling_of(core).begin()
-
-
-def measure_slice(core: EngineCore) -> Done:
+def measure_slice(core: EngineCore, owner: object) -> Done:
+    """See ``Profiling.next_slice``. Raises Busy, ConfigError."""
     profiling, began_s = profiling_of(core), time.monotonic()
-    found = profiling.next_slice()
+    found = profiling.next_slice(owner)
     took_s = time.monotonic() - began_s
     if isinstance(found, Profile):
         return Done(Measured(found, profiling.experts_per_token, profiling.store), took_s)
     return Done(found, took_s)
 
 
-def end_measuring(core: EngineCore) -> None:
-    profiling_of(core).end()
+def end_measuring(core: EngineCore, owner: object) -> None:
+    if core.profiling is not None:
+        core.profiling.end(owner)
 
 
 def profiling_of(core: EngineCore) -> Profiling:

@@ -9,13 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftd.engine.api import EngineHandle
-from ftd.engine.profiling import (
-    Measured,
-    Slice,
-    begin_measuring,
-    end_measuring,
-    measure_slice,
-)
+from ftd.engine.profiling import Measured, Slice, end_measuring, measure_slice
 from ftd.lifecycle.beside import on_thread
 
 
@@ -37,11 +31,10 @@ async def profile_machine(engine: EngineHandle, progress: Callable[[Slice], None
         ConfigError: there is nothing to measure, or the profile cannot be kept.
         NotReady: the model went away.
     """
-    began_s, longest_s = time.monotonic(), 0.0
-    await engine.at_safe_point(begin_measuring)
+    began_s, longest_s, owner = time.monotonic(), 0.0, object()
     try:
         while True:
-            done = await engine.at_safe_point(measure_slice)
+            done = await engine.at_safe_point(lambda core: measure_slice(core, owner))
             if isinstance(done.found, Measured):
                 break
             longest_s = max(longest_s, done.took_s)
@@ -49,6 +42,6 @@ async def profile_machine(engine: EngineHandle, progress: Callable[[Slice], None
             if engine.status().running:
                 await asyncio.sleep(done.took_s)
     finally:
-        await asyncio.shield(engine.at_safe_point(end_measuring))
+        await asyncio.shield(engine.at_safe_point(lambda core: end_measuring(core, owner)))
     path = await on_thread(done.found.save)
     return Profiled(done.found, path, time.monotonic() - began_s, longest_s)

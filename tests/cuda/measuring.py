@@ -14,15 +14,14 @@ def measured_while_serving(core, requests) -> tuple[Profile, dict[str, Answer]]:
     profiling, answers = profiling_of(core), {one.request_id: Answer() for one in requests}
     for one in requests:
         core.add(one)
-    profiling.begin()
     found: Slice | Profile | None = None
     while core.has_work() or not isinstance(found, Profile):
         outputs = core.settle()
         if not isinstance(found, Profile):
-            found = profiling.next_slice()
+            found = profiling.next_slice(core)
         if core.has_work():
             outputs += core.step()
         for output in outputs:
             answers[output.request_id].take(output)
-    profiling.end()
+    profiling.end(core)
     return found, answers

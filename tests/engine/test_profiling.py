@@ -92,20 +92,19 @@ def test_without_one_rates_come_from_a_quick_calibration(tmp_path):
 
 def test_a_measurement_goes_slice_by_slice_and_is_taken_over_at_its_end(tmp_path):
     profiling, told, bench = make(tmp_path)
-    profiling.begin()
+    found = profiling.next_slice("mine")
     with pytest.raises(Busy):
-        profiling.begin()
-    found = profiling.next_slice()
+        profiling.next_slice("another's")
+    profiling.end("another's")
     while isinstance(found, Slice):
         assert told.tables == []
-        found = profiling.next_slice()
+        found = profiling.next_slice("mine")
     assert profiling.profile is found and not found.quick and len(told.tables) == 1
-    profiling.end()
-    profiling.end()
+    profiling.end("mine")
+    profiling.end("mine")
     assert bench.closed == 1
-    profiling.begin()
-    profiling.next_slice()
-    profiling.end()
+    profiling.next_slice("another's")
+    profiling.end("another's")
     assert bench.closed == 2 and profiling.profile is found, "given up: as it was"
 
 
@@ -153,12 +152,11 @@ def test_an_engine_measures_between_its_steps(script_model_dir, tmp_path):
         profiling = profiling_of(core)
         core.drop_anchors(None)
         core.add(request("b", range(5, 15)))
-        profiling.begin()
-        tokens, found = [], profiling.next_slice()
+        tokens, found = [], profiling.next_slice(core)
         while isinstance(found, Slice):
-            found = profiling.next_slice()
+            found = profiling.next_slice(core)
             tokens += [t for output in core.step() for t in output.tokens]
-        profiling.end()
+        profiling.end(core)
         assert tokens == undisturbed.tokens
         assert found.figures[0].cpu.experts_per_s > 0
         assert core.status().rates_from.startswith("the profile of ")
