@@ -118,12 +118,7 @@ def merge(
             pass
         theirs = shared.mailbox.y.view(-1)[: parts.numel()].view(parts.shape)
         parts = torch.where((here >= 0)[..., None], parts, theirs)
-    total = torch.zeros(tokens, parts.shape[2])
-    for k in range(routes):  # multiplied and added with one rounding, as kernels do
-        product = weights[:, k, None].double() * parts[:, k].double()
-        used = (log[:, k] >= 0)[:, None]
-        total = torch.where(used, (total.double() + product).float(), total)
-    return total
+    return add_up(parts, log, weights)
 
 
 def _worth(stored: float) -> float:
@@ -165,6 +160,32 @@ def products(
     address = shared.address[row]
     for expert in torch.nonzero(shared.fill).flatten().tolist():
         ctypes.memmove(int(shared.fill[expert]), int(address[expert]), layout.record_bytes)
-    routes = here.reshape(-1, 1)
-    each = x.repeat_interleave(here.shape[1], 0)
+    return route_products(ops, x, here, address, layout, activation)
+
+
+def route_products(
+    ops: Ops,
+    x: torch.Tensor,  # [T, H] act
+    ids: torch.Tensor,  # [T, K] int32
+    address: torch.Tensor,  # [E] int64
+    layout: ExpertLayout,
+    activation: Activation,
+) -> torch.Tensor:  # [T * K, H] float32
+    """What each route adds, without its weight; zero where none is in use."""
+    each, routes = x.repeat_interleave(ids.shape[1], 0), ids.reshape(-1, 1)
     return ops.moe(each, routes, torch.ones(routes.shape), address, layout, activation)
+
+
+def add_up(
+    y: torch.Tensor,  # [T * K, H] or [T, K, H] float32
+    ids: torch.Tensor,  # [T, K] int32
+    weights: torch.Tensor,  # [T, K] float32
+) -> torch.Tensor:  # [T, H] float32
+    """Multiplied and added in the order of k with one rounding, as kernels do."""
+    parts = y.view(*ids.shape, -1)
+    total = torch.zeros(len(ids), parts.shape[2])
+    for k in range(ids.shape[1]):
+        product = weights[:, k, None].double() * parts[:, k].double()
+        used = (ids[:, k] >= 0)[:, None]
+        total = torch.where(used, (total.double() + product).float(), total)
+    return total

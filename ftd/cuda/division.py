@@ -6,7 +6,7 @@ in stream order, and the layers of a graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any, Protocol
 
@@ -37,6 +37,13 @@ class Kernels(Protocol):
         self, ops: Any, shared: Shared, row: int, x: torch.Tensor, here: torch.Tensor,
         layout: ExpertLayout, activation: Activation,
     ) -> torch.Tensor: ...  # fmt: skip
+
+    def route_products(
+        self, ops: Any, x: torch.Tensor, ids: torch.Tensor, address: torch.Tensor,
+        layout: ExpertLayout, activation: Activation,
+    ) -> torch.Tensor: ...  # fmt: skip
+
+    def add_up(self, y: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor: ...
 
     def merge(
         self, shared: Shared, y: torch.Tensor, log: torch.Tensor, here: torch.Tensor,
@@ -99,6 +106,21 @@ class Division:
         """Every expert is read where the table says; nothing is stored, nobody asked."""
         address = self.shared.address[row]
         return self._ops.moe(x, ids, weights, address, self._layout, self._activation)
+
+    def with_theirs(
+        self,
+        x: torch.Tensor,  # [T, H] act, of a prompt
+        ids: torch.Tensor,  # [T, K] int32
+        here: torch.Tensor,  # [T, K] int32: without those that others compute
+        weights: torch.Tensor,  # [T, K] float32
+        address: torch.Tensor,  # [E] int64
+        fill_in: Callable[[torch.Tensor], None],  # stores others' products in [T * K, H] float32
+    ) -> torch.Tensor:  # [T, H] float32
+        """A layer some of whose products come from elsewhere."""
+        kernels = self._kernels
+        y = kernels.route_products(self._ops, x, here, address, self._layout, self._activation)
+        fill_in(y)
+        return kernels.add_up(y, ids, weights)
 
     def aside(self, shared: Shared) -> Division:
         """Layers that share nothing with the steps that serve but what ``shared`` does."""

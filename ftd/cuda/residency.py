@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from ftd.experts import policy
 from ftd.experts.host_pool import HostPool
 from ftd.experts.runtime import DECODE_TOKENS, ExpertCounters, ResidencyMap
 from ftd.experts.slots import EMPTY, Resized, SlotTable
-from ftd.experts.split import Allowance
+from ftd.experts.split import Allowance, PromptRates
 from ftd.experts.trace import TraceRecorder
 from ftd.kernels.divide import KEYS, ON_CPU, WANTED
 from ftd.kernels.formats import ExpertLayout
@@ -39,6 +40,7 @@ from ftd.model.spec import ModelSpec, MoeSpec
 from .cpu_experts import CpuExperts
 from .division import MOST_LENT, Division
 from .memory import DeviceMemory
+from .prompt_share import PromptShare
 from .tables import Marker, Upload, on_stream
 
 # A miss of a decode step is read over the link; bringing it into a slot costs one more read of it.
@@ -120,6 +122,12 @@ class CudaExperts:
             ops, layout, mlp.activation, self.table_rows(),
             (begin, begin + self._moe_experts * record), cpu,
         )  # fmt: skip
+        self.share: PromptShare | None = None
+        if cpu is not None:
+            self.share = PromptShare(
+                cpu.ops, torch.from_numpy(self._host), layout, mlp.activation,
+                cpu.mailbox.x.dtype, device,
+            )  # fmt: skip
         self._table = SlotTable(len(self.layers), self.num_experts, num_slots)
         self._state = policy.new_state(len(self.layers), self.num_experts, mlp.experts_per_token)
         self._plan = self._decide(np.zeros(self._host.shape, bool), 0)
@@ -144,6 +152,11 @@ class CudaExperts:
     def split(self, fetch_of: Sequence[Sequence[int]]) -> None:
         """See ``Division.split``."""
         self.division.split(fetch_of)
+
+    def share_prompts(self, rates: PromptRates | None) -> None:
+        """What the CPU takes of a prompt's missed experts; None: nothing."""
+        if self.share is not None:
+            self.share.rates = rates
 
     def table_rows(self) -> torch.Tensor:
         """[L, E] int64 on the device, at a fixed address: what captured steps read."""
@@ -195,7 +208,7 @@ class CudaExperts:
         if not len(missed):
             pause()
             return self._ops.moe(x, ids, weights, table[row], self._layout, self._activation)
-        return self._with_missed(row, x, ids, weights, counts, missed, pause)
+        return self._with_missed(row, x, ids, weights, chosen, counts, missed, pause)
 
     def _with_missed(
         self,
@@ -203,6 +216,7 @@ class CudaExperts:
         x: torch.Tensor,
         ids: torch.Tensor,
         weights: torch.Tensor,
+        chosen: np.ndarray,  # ``ids``
         counts: np.ndarray,  # [E] tokens of each expert
         missed: np.ndarray,
         pause: Callable[[], None],
@@ -217,6 +231,11 @@ class CudaExperts:
                 row * self.num_experts + expert
             )
         rest = [e for e in policy.in_order(missed, counts[missed]).tolist() if e not in admitted]
+        theirs = self._of_cpu(counts, rest, len(admitted))
+        rest = rest[: len(rest) - len(theirs)]
+        share = self.share if theirs else None
+        if share is not None:
+            part, here = share.begin(row, x, chosen, theirs)
         passes = [rest[: self._num_staging]]
         if not self.pinned:
             size = self._num_staging
@@ -233,13 +252,30 @@ class CudaExperts:
             self._table_of_pass.send(torch.from_numpy(address))
             now = ids if len(passes) == 1 else self._only(ids, rest, staged, first=i == 0)
             table = self._table_of_pass.device_tensor
-            part = self._ops.moe(x, now, weights, table, self._layout, self._activation)
-            y = part if y is None else y + part
+            if share is not None:
+                fill_in = partial(share.finish, part)
+                return self.division.with_theirs(x, ids, here, weights, table, fill_in)
+            more = self._ops.moe(x, now, weights, table, self._layout, self._activation)
+            y = more if y is None else y + more
             if i + 1 < len(passes):
                 begun.mark()
                 begun.hold(self._copies)
         assert y is not None
         return y
+
+    def _of_cpu(self, counts: np.ndarray, rest: list[int], on_link: int) -> list[int]:
+        """Which of the missed experts, those with few tokens last, the CPU computes.
+
+        Args:
+            on_link: missed experts besides, which take the link in any case.
+        """
+        if self.share is None or not self.pinned:
+            return []
+        fewest = rest[::-1]
+        theirs = list(self.share.choose(fewest, counts[fewest].tolist(), on_link))
+        step, taken = self._step, len(theirs)
+        self._step = replace(step, fetched=step.fetched - taken, on_cpu=step.on_cpu + taken)
+        return theirs
 
     def _only(
         self, ids: torch.Tensor, rest: list[int], staged: list[int], *, first: bool

@@ -18,6 +18,7 @@ from ftd.experts.measure import FULL, QUICK, Bench, Slice, measure
 from ftd.experts.modes import Mode, State, Tuning, after_step
 from ftd.experts.profile import BATCHES, Profile
 from ftd.experts.profile_store import ProfileStore
+from ftd.experts.split import PromptRates
 
 if TYPE_CHECKING:
     from ftd.engine.core import EngineCore
@@ -32,6 +33,10 @@ class Divides(Protocol):
 
     def split(self, fetch_of: Sequence[Sequence[int]]) -> None:
         """For 1, 2, 4 and 8 rows: for each number of misses of a layer, how many take the link."""
+        ...
+
+    def share_prompts(self, rates: PromptRates | None) -> None:
+        """What the CPU takes of a prompt's missed experts; None: nothing."""
         ...
 
 
@@ -85,6 +90,7 @@ class Profiling:
             divided = {b for b, t in self._tables.items() if t != tuple(range(len(t)))}
             self._modes = {batch: State() for batch in divided if self._bench.has_cpu}
             self._tell()
+            self._experts.share_prompts(profile.prompt_rates())
         log.info("profile.taken", of=self.source, fetch_of=tables[1])
 
     def stepped(self, rows: int, misses: int, seconds: float) -> None:

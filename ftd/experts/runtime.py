@@ -24,7 +24,7 @@ import torch
 from ftd.experts import policy
 from ftd.experts.host_pool import HostPool
 from ftd.experts.slots import EMPTY, Resized, SlotMemory, SlotTable
-from ftd.experts.split import Allowance
+from ftd.experts.split import Allowance, PromptRates
 from ftd.experts.trace import TraceRecorder
 from ftd.kernels.formats import ExpertLayout
 from ftd.kernels.ops import Ops
@@ -228,6 +228,9 @@ class ExpertRuntime:
         """
         one, two, four, eight = fetch_of
         self._fetch_of = [one, two, four, four, eight]  # of 1, 2, 3, ... rows
+
+    def share_prompts(self, rates: PromptRates | None) -> None:
+        """The CPU computes all of a prompt here."""
 
     def safe_point(self) -> None:
         """The step is done and good: its fills become resident, and the next step is prepared."""

@@ -91,18 +91,19 @@ class PromptRates:
     fixed_s: float = 0.0  # of the CPU's part: activations go there and products come back
 
 
-def prompt_share(rates: PromptRates, tokens: Sequence[int]) -> int:
+def prompt_share(rates: PromptRates, tokens: Sequence[int], on_link: int = 0) -> int:
     """How many of a layer's missed experts the CPU takes while the link brings the others.
 
     Args:
         tokens: of each missed expert, rising: those with few are cheap for the CPU, and to the link
             all are alike.
+        on_link: experts that the link brings besides.
     """
-    best, best_s = 0, len(tokens) * rates.link_s
+    best, best_s = 0, (len(tokens) + on_link) * rates.link_s
     cpu_s = rates.fixed_s
     for taken, rows in enumerate(tokens, 1):
         cpu_s += max(rates.cpu_s, rows * rates.cpu_row_s)
-        layer_s = max(cpu_s, (len(tokens) - taken) * rates.link_s)
+        layer_s = max(cpu_s, (len(tokens) - taken + on_link) * rates.link_s)
         if layer_s < best_s:
             best, best_s = taken, layer_s
         elif cpu_s >= best_s:

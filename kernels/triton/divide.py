@@ -19,6 +19,7 @@ import triton.language as tl
 from ..activation import Activation
 from ..divide import FETCHED, KEYS, ON_CPU, STORED, WANTED, Shared
 from ..formats import ExpertLayout
+from .moe_decode import combine
 from .numbers import INTERPRETED, TL_DTYPE, power_of_2
 from .ops import CudaOps
 
@@ -203,6 +204,27 @@ def products(
 ) -> torch.Tensor:  # [T * K, H] float32
     """See ``kernels.divide.products``."""
     return ops.route_products(x, here, shared.address[row], layout, activation, shared.fill)
+
+
+def route_products(
+    ops: CudaOps,
+    x: torch.Tensor,  # [T, H] act, contiguous
+    ids: torch.Tensor,  # [T, K] int32, contiguous
+    address: torch.Tensor,  # [E] int64
+    layout: ExpertLayout,
+    activation: Activation,
+) -> torch.Tensor:  # [T * K, H] float32
+    """See ``kernels.divide.route_products``."""
+    return ops.route_products(x, ids, address, layout, activation)
+
+
+def add_up(
+    y: torch.Tensor,  # [T * K, H] float32
+    ids: torch.Tensor,  # [T, K] int32
+    weights: torch.Tensor,  # [T, K] float32
+) -> torch.Tensor:  # [T, H] float32
+    """See ``kernels.divide.add_up``."""
+    return combine(y, ids, weights)
 
 
 def merge(

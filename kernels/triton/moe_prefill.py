@@ -128,9 +128,19 @@ def moe_prefill(
     layout: ExpertLayout,
     activation: Activation = SILU,
 ) -> torch.Tensor:  # [T, H] float32
+    return combine(route_products(x, ids, address, layout, activation), ids, weights)
+
+
+def route_products(
+    x: torch.Tensor,  # [T, H] act, contiguous
+    ids: torch.Tensor,  # [T, K] int32, contiguous, -1: route not in use
+    address: torch.Tensor,  # [E] int64, contiguous
+    layout: ExpertLayout,
+    activation: Activation = SILU,
+) -> torch.Tensor:  # [T * K, H] float32: what each route in use adds, without its weight
     (T, H), K, E = x.shape, ids.shape[1], address.shape[0]
-    assert layout.hidden == H and ids.shape == weights.shape, (x.shape, ids.shape)
-    assert all(a.is_contiguous() for a in (x, ids, weights, address)), (x.stride(), ids.stride())
+    assert layout.hidden == H and len(ids) == T, (x.shape, ids.shape)
+    assert all(a.is_contiguous() for a in (x, ids, address)), (x.stride(), ids.stride())
     assert address.dtype == torch.int64, address.dtype
     tile = tile_of(T * K / E, x.dtype)
     blocks = group(ids, E, tile.rows)
@@ -149,4 +159,4 @@ def moe_prefill(
     _down_kernel[(num_blocks * triton.cdiv(H, tile.columns),)](
         h, *blocks, address, y, E, D=down, DOT=dot_type(down, x.dtype), **shared
     )
-    return combine(y, ids, weights)
+    return y

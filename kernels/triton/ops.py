@@ -96,14 +96,17 @@ class CudaOps:
 
     def route_products(
         self,
-        x: torch.Tensor,  # [T, H] act, T <= moe_decode.MAX_ROWS
+        x: torch.Tensor,  # [T, H] act
         ids: torch.Tensor,  # [T, K] int32
         address: torch.Tensor,  # [E] int64
         layout: ExpertLayout,
         activation: Activation,
-        fill: torch.Tensor,  # [E] int64: where to store records as they are read
+        fill: torch.Tensor | None = None,  # [E] int64: as in ``moe``
     ) -> torch.Tensor:  # [T * K, H] float32
         """``moe`` before the sum: what each route in use adds, without its weight."""
+        if x.shape[0] > moe_decode.MAX_ROWS:
+            assert fill is None, "records are stored only where each is read once"
+            return moe_prefill.route_products(x, ids, address, layout, activation)
         return moe_decode.route_products(x, ids, address, layout, fill, self.tuning, activation)
 
     def route(

@@ -18,7 +18,7 @@ from test_contract import ORACLES, requests
 
 from ftd.engine.api import Sampling
 from ftd.errors import EngineFailed
-from ftd.experts.split import Allowance
+from ftd.experts.split import Allowance, PromptRates
 from ftd.kernels.cpu import native
 from ftd.schedule.pauses import Pauses
 
@@ -78,6 +78,22 @@ def test_misses_divided_between_link_and_cpu(alone, slots, fetch_of):
     assert counters.on_cpu > 0
     assert counters.fetched + counters.on_cpu == counters.misses
     assert (counters.fills > 0) == (slots > 0)
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("slots", [0, 9])
+@pytest.mark.parametrize("rates", [PromptRates(1.0, 0.0, 0.0), PromptRates(1.0, 0.6, 0.1)], ids=str)
+def test_the_cpu_computes_some_of_a_prompts_misses(alone, slots, rates):
+    with cuda_core(MODEL, slots=slots, fetch_of=[0, 1], max_running=4, prefill_chunk=50) as core:
+        core.experts.share_prompts(rates)
+        for _ in range(2):
+            assert comparable(answer_all(core, requests())) == alone
+        core.experts.division.split([list(range(33))] * 4)  # decode asks nothing from here on
+        before = core.experts.counters()
+        answer_all(core, [request("long", prompt(3, 200), 1)])
+        after = core.experts.counters()
+    on_cpu, misses = after.on_cpu - before.on_cpu, after.misses - before.misses
+    assert 0 < on_cpu <= misses and after.fetched - before.fetched == misses - on_cpu
 
 
 @needs_cpu_kernels

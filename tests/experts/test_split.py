@@ -129,6 +129,9 @@ class TestPromptShare:
         assert prompt_share(self.rates, [1, 1, 1, 500, 500]) == 3
         assert prompt_share(self.rates, [500, 500]) == 0
 
+    def test_what_takes_the_link_besides_leaves_more_to_the_cpu(self):
+        assert prompt_share(self.rates, [1] * 30, on_link=6) == 24
+
     def test_nothing_is_gained_by_a_fixed_cost_above_the_whole(self):
         assert prompt_share(PromptRates(2.0, 1.0, 0.1, fixed_s=9.0), [1, 1, 1]) == 0
         assert prompt_share(self.rates, []) == 0
