@@ -205,15 +205,15 @@ def _narrow_kernel(
     upto = bits | (d << shift) | ((tl.full([16], 1, tl.int32) << shift) - 1)
     upto = tl.where((d == 15) | (upto < 0), ALL, upto)
     some = tl.zeros([PART, 16], tl.int32 if BY_K else tl.int64)
-    for part in tl.static_range(BLOCK // PART):
-        v = j * BLOCK + part * PART + tl.arange(0, PART)
-        x = tl.load(row + v, mask=v < V, other=float("-inf"))
-        key = _bits(x)
-        below = (key[:, None] <= upto[None, :]) & (v < V)[:, None]
+    for part in range(BLOCK // PART):
+        at = j * BLOCK + part * PART + tl.arange(0, PART)
+        y = tl.load(row + at, mask=at < V, other=float("-inf"))
+        key = _bits(y)
+        below = (key[:, None] <= upto[None, :]) & (at < V)[:, None]
         if BY_K:
             some += below.to(tl.int32)
         else:
-            mass = tl.where(key <= least_of_k, _units(x), 0)
+            mass = tl.where(key <= least_of_k, _units(y), 0)
             some += tl.where(below, mass[:, None], 0)
     reached = tl.sum(some, axis=0).to(tl.int64)
     tl.store(measures + ((b * 2 + number % 2) * NB + j) * 16 + d, reached)
