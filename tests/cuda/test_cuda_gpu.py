@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from measuring import measured_while_serving
 from test_contract import ORACLES, requests
 
 from ftd.errors import EngineFailed
+from ftd.experts.measure import FULL
 from ftd.experts.profile import to_json
 from ftd.kernels.cpu import native
 from ftd.schedule.pauses import Pauses
@@ -129,9 +131,10 @@ def test_a_copy_goes_on_while_a_step_waits_for_the_cpu(model):
 
 @needs_cpu_kernels
 @pytest.mark.parametrize("slots", [0, 7, 32])
-def test_a_machine_measured_while_it_serves(model, tokens, slots, capsys):
+def test_a_machine_measured_while_it_serves(model, tokens, slots, capsys, monkeypatch):
     from ftd.kernels.triton.ops import CudaOps
 
+    monkeypatch.setattr("ftd.engine.profiling.FULL", replace(FULL, rounds=1, slice_s=0.005))
     some = requests()
     with cuda_core(
         model, slots=slots, fetch_of=[0, 0, 1, 2], ops=CudaOps(), device="cuda:0", max_running=8
