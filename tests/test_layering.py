@@ -24,7 +24,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "text": {"engine.api", "kv.anchors"},
     "http": {"text", "engine.api", "lifecycle", "kv.anchors"},
     "control": {"engine.api", "kv.anchors", "lifecycle", "memory.change", "check"},
-    "lifecycle": {"engine", "text", "memory", "checkpoint", "model", "check", "kv.anchors"},
+    "lifecycle": {
+        "engine",
+        "text",
+        "memory",
+        "checkpoint",
+        "model",
+        "check",
+        "kv.anchors",
+        "cuda.early",
+    },
     "check": {
         "cuda",
         "kernels",

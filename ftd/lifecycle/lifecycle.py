@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import structlog
 
+from ftd.cuda import early
 from ftd.engine.api import EngineHandle
 from ftd.errors import Busy, EngineFailed, FtdError, GpuLost, LoadFailed, NotReady, TimedOut
 from ftd.lifecycle.beside import cancel_all, on_thread, trim_memory
@@ -154,6 +155,7 @@ class Lifecycle:
 
     async def load(self) -> None:
         """Load the model that the configuration names. Raises what was wrong with it."""
+        early.begin(self.config.device)
         await self._run("load", self._load_first())
 
     async def check(self, model: str | None = None) -> tuple[str, Preflight, tuple[str, ...]]:
