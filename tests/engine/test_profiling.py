@@ -59,6 +59,9 @@ class Told:
     def split(self, fetch_of):
         self.tables.append([tuple(table) for table in fetch_of])
 
+    def share_prompts(self, rates):
+        self.prompts = rates
+
 
 def make(folder, *, calibrates=True, bench=None):
     bench, told = bench or Fast(), Told()
