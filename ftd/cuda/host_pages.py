@@ -1,7 +1,8 @@
 """Pinned host memory for KV pages, made ready a piece at a time, beside the engine.
 
 Pinning takes a good part of a second for each GiB, and most of a large tier may never be needed: so
-a thread pins the next piece when the last one fills up. Without the right to pin there is no tier.
+a thread pins the next pieces when the last ones fill up. It touches them first: while memory is
+being pinned, other calls to the driver wait. Without the right to pin there is no tier.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from ctypes import addressof, c_char
 
 import structlog
@@ -20,7 +22,8 @@ from .driver import register_host, unregister_host
 
 log = structlog.get_logger(__name__)
 
-PIECE_BYTES = 256 * MiB
+PIECE_BYTES = 64 * MiB
+AHEAD_PIECES = 4  # a chunk of a prompt may evict as much at once
 
 
 class PinnedPages:
@@ -47,6 +50,7 @@ class PinnedPages:
         self._device, self._register, self._unregister = device, register, unregister
         self._pieces: list[tuple[mmap.mmap, torch.Tensor]] = []
         self._wanted, self._closed = threading.Event(), False
+        self._target = 0  # pages
         self._thread: threading.Thread | None = None
         if device.type == "cuda":
             self._thread = threading.Thread(target=self._run, name="ftd-host-kv", daemon=True)
@@ -57,12 +61,15 @@ class PinnedPages:
         return self._pieces[piece][1][place]
 
     def want(self, num_pages: int) -> None:
-        """So many, and half a piece ahead, for whoever comes next; at once on the CPU device."""
-        num_pages = min(num_pages + self._piece_pages // 2, self._most_pages)
-        if self._thread is not None and self.num_pages < num_pages:
+        """So many, and some pieces ahead, for whoever comes next; at once on the CPU device."""
+        ahead = AHEAD_PIECES * self._piece_pages
+        self._target = min(num_pages + ahead, self._most_pages)
+        if self.num_pages >= self._target:
+            return
+        if self._thread is not None:
             self._wanted.set()
-        while self._thread is None and self.num_pages < num_pages:
-            self._grow()
+        else:
+            self._grow_to_target()
 
     def _run(self) -> None:
         torch.cuda.set_device(self._device)
@@ -71,15 +78,22 @@ class PinnedPages:
             self._wanted.clear()
             if self._closed:
                 return
+            self._grow_to_target()
+
+    def _grow_to_target(self) -> None:
+        while not self._closed and self.num_pages < min(self._target, self._most_pages):
             self._grow()
 
     def _grow(self) -> None:
         pages = min(self._piece_pages, self._most_pages - self.num_pages)
-        if pages <= 0:
-            return
         size = -(-pages * self._page_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # fewer pages to pin, where there are huge ones
+            memory.madvise(mmap.MADV_HUGEPAGE)
         address = addressof(c_char.from_buffer(memory))
+        rows = torch.frombuffer(memory, dtype=torch.uint8, count=pages * self._page_bytes)
+        if self._thread is not None:
+            rows.zero_()
         if self._device.type == "cuda" and (reason := self._register(address, size)):
             self._most_pages = self.num_pages
             log.warning(
@@ -90,7 +104,6 @@ class PinnedPages:
                 hint="raise the limit on locked memory (ulimit -l, LimitMEMLOCK)",
             )
             return
-        rows = torch.frombuffer(memory, dtype=torch.uint8, count=pages * self._page_bytes)
         self._pieces.append((memory, rows.view(pages, self._page_bytes)))
         self.num_pages += pages
 

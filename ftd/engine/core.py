@@ -446,9 +446,7 @@ class EngineCore:
         running = [self._view(a.sequence) for a in self._running.values()]
         waiting = [a.sequence.view(0) for a in self._ready()]
         line = next_in_line(waiting, running, self.limits)
-        for key in line:
-            self.held.bring(self._waiting[key].sequence, self._reusable(self._waiting[key]))
-        line = [key for key in line if not self.held.restoring.waits(key, bool(running))]
+        line = [key for key in line if not self._brings(self._waiting[key])]
         return plan_step(
             running,
             [self._view_after_reuse(self._waiting[key]) for key in line],
@@ -456,6 +454,11 @@ class EngineCore:
             idle_pages=self.pages.idle,
             limits=self.limits,
         )
+
+    def _brings(self, answering: Answering) -> bool:
+        """Bring what a request can begin with from host memory; true: it waits for that."""
+        others = bool(self._running)
+        return self.held.bring(answering.sequence, self._reusable(answering), others)
 
     def _view(self, sequence: Sequence) -> SequenceView:
         return sequence.view(self.pages.num_exclusive(sequence.pages))

@@ -83,15 +83,18 @@ class Holdings:
             return Known(reuse, limit, reuse.tokens)
         return Known(self.tree.peek(ids, tokens), tokens, reuse.tokens)
 
-    def bring(self, sequence: Sequence, limit: int | None) -> None:
+    def bring(self, sequence: Sequence, limit: int | None, others: bool) -> bool:
         """From host memory, what a sequence that is next in line can begin with.
 
         Args:
             limit: of its match.
+            others: there is something else to compute meanwhile.
+        Returns:
+            Whether it is better computed when that has come.
         """
         if self.recurrence.is_used and limit is None:
             limit = self.recurrence.within(sequence.ids, len(sequence.ids) - 1)
-        self.restoring.bring(sequence, limit)
+        return self.restoring.bring(sequence, limit, others)
 
     def begin(
         self,

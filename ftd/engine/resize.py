@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 
 from ftd.engine.core import EngineCore
 from ftd.errors import BudgetExceeded
-from ftd.units import format_count
+from ftd.units import GiB, format_count
+
+SAVED_AT_ONCE_BYTES = 1 * GiB  # to host memory, while all wait: 20 ms at 50 GB/s
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,9 @@ def _resize_pages(core: EngineCore, num_pages: int) -> tuple[int, int, int]:
     while pages.held - pages.idle > num_pages:
         core.preempt(running.pop().key)
         preempted += 1
-    evicted = core.tree.evict(max(0, pages.held - num_pages))
+    excess = max(0, pages.held - num_pages)
+    saved = min(excess, SAVED_AT_ONCE_BYTES // core.kv.page_bytes)  # of the highest rank among them
+    evicted = core.tree.forget(excess - saved) + core.tree.evict(saved)
     moves = pages.resize(num_pages)
     core.kv.move(moves)
     if moves:

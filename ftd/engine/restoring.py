@@ -26,6 +26,8 @@ from ftd.schedule.sequence import Sequence
 
 log = structlog.get_logger(__name__)
 
+BROUGHT_AT_ONCE = 256  # pages: their copies take some ms to queue, and are queued between steps
+
 
 class Restoring:
     """
@@ -64,23 +66,33 @@ class Restoring:
         landing = self._brought.get(key)
         return key in self._readings or bool(others and landing and not landing.passed())
 
-    def bring(self, sequence: Sequence, limit: int | None) -> None:
-        """Begin to copy from host memory what would spare more than a page, unless it has begun.
+    def bring(self, sequence: Sequence, limit: int | None, others: bool) -> bool:
+        """Begin to copy from host memory what would spare more than a page, or go on with it.
 
         Args:
             limit: tokens of the prompt that may be known.
+            others: somebody waits for the steps between: not all of it at once.
+        Returns:
+            Whether the request is better computed when that has come.
         """
-        if self._host is None or sequence.key in self._brought:
-            return
+        if self._host is None:
+            return False
+        if sequence.key in self._brought:
+            landing = self._brought[sequence.key]
+            if landing is None or not landing.passed():
+                return others and landing is not None
         self._brought[sequence.key] = None
         known = self._tree.peek(sequence.ids, limit)
         found = self._host.find(sequence.ids, known.pages, limit)
         if found is None:
-            return
+            return False
         if found.tokens - known.tokens <= self._pages.page_tokens:
             self._host.release(found)
-            return
-        self._brought[sequence.key] = self._load(sequence.ids, known.pages, found)
+            return False
+        if more := others and len(found.pages) > BROUGHT_AT_ONCE:
+            found = self._host.cut(found, known.pages, BROUGHT_AT_ONCE)
+        landing = self._brought[sequence.key] = self._load(sequence.ids, known.pages, found)
+        return landing is not None and others and (more or not landing.passed())
 
     def _load(self, ids: array[int], num_known: int, found: Found) -> Landing | None:
         host, size = self._host, self._pages.page_tokens

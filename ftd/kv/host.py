@@ -154,6 +154,13 @@ class HostTier:
         self._loading.append((landing, found.pages))  # read until then
         return landing
 
+    def cut(self, found: Found, known_pages: int, num_pages: int) -> Found:
+        """Only the first pages of it."""
+        self.pool.release(found.pages[num_pages:])
+        tokens = (known_pages + num_pages) * self._page_tokens
+        anchors = tuple(a for a in found.anchors if a.position <= tokens)
+        return Found(found.pages[:num_pages], tokens, found.chance, anchors)
+
     def release(self, found: Found) -> None:
         """It is not wanted after all."""
         self.pool.release(found.pages)

@@ -149,6 +149,10 @@ class PrefixTree:
         """
         return self._evict(n, below, self.leaving)
 
+    def forget(self, n: int) -> int:
+        """As ``evict``, but for good: nobody is told of the pages."""
+        return self._evict(n, inf, None)
+
     def _evict(self, n: int, below: float, leaving: Callable[[Run, int], None] | None) -> int:
         freed, busy = 0, []
         while freed < n and self._queue:
@@ -171,7 +175,7 @@ class PrefixTree:
 
     def clear(self) -> int:
         """Forget all that no running sequence uses; returns the number of pages freed."""
-        freed = self._evict(self._pool.idle, inf, None)
+        freed = self.forget(self._pool.idle)
         self._root.trimmed = bool(self._root.children)  # with nothing left, nothing is missed
         return freed
 

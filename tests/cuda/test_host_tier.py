@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 from cuda_core import cuda_core
-from driving import Answer, answer_all, check_pages, comparable
+from driving import Answer, answer_all, check_pages, comparable, request
 from test_contract import ORACLES, requests
 from tiers import OTHER, PROMPT, ask, check_host, close_disk, open_disk
 
+from ftd.engine import restoring
 from ftd.engine.resize import resize
 from ftd.kv.anchors import Anchor, AnchorKind
 
@@ -125,6 +127,7 @@ def test_tokens_are_equal_under_pressure(seed):
                 check_host(core)
             assert comparable(answers) == alone
         assert core.held.host.pages_saved and core.held.host.pages_loaded
+        core.held.host._settle()
         assert core.held.host.pool.held == core.held.host.pool.idle
 
 
@@ -170,3 +173,25 @@ def test_recurrent_states_of_the_device_survive_on_disk(tmp_path):
         assert again.tokens == first.tokens and again.reused >= 288
         assert core.held.host.pages_loaded
         close_disk(core)
+
+
+def test_a_long_beginning_comes_in_parts_while_others_run(monkeypatch):
+    monkeypatch.setattr(restoring, "BROUGHT_AT_ONCE", 4)
+    with cuda_core(MODEL, slots=9, num_pages=40, max_running=4, host_pages=64) as core:
+        first = ask(core, "first", PROMPT)
+        core.tree.evict(core.pages.idle)
+        answers = {name: Answer() for name in ("stream", "again")}
+        core.add(request("stream", OTHER[:50], 40))
+        seen, loads = [], 0
+        while core.has_work():
+            if len(answers["stream"].tokens) == 5 and not loads:
+                core.add(request("again", PROMPT, 4))
+                loads = 1
+            for output in core.step():
+                answers[output.request_id].take(output)
+            seen.append(core.held.host.pages_loaded)
+            check_pages(core)
+            check_host(core)
+        assert answers["again"].tokens == first.tokens
+        assert answers["again"].reused == len(PROMPT) - 1
+        assert max(b - a for a, b in pairwise(seen)) <= 4
