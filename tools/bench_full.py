@@ -36,7 +36,8 @@ from bench_roofline import Rates, least_step_s, read_weights  # noqa: E402
 from bench_server import Prompts, Server, running_ftd, with_server  # noqa: E402
 
 GiB = 2**30
-KV_TOKENS = 36864
+KV_TOKENS = 33792  # for the longest prompt
+MAX_RUNNING = 2  # recurrent states of few sequences leave more of a small budget to experts
 COLD = {"ttft2k": 2048, "ttft8k": 8000, "ttft32k": 32000}
 
 
@@ -139,7 +140,14 @@ def bench(name: str, o: argparse.Namespace, results: Results) -> None:
             try:
                 with running_ftd(
                     path,
-                    ["--kv-tokens", str(KV_TOKENS), *flags, *o.ftd],
+                    [
+                        "--kv-tokens",
+                        str(KV_TOKENS),
+                        "--max-running",
+                        str(MAX_RUNNING),
+                        *flags,
+                        *o.ftd,
+                    ],
                     keep_log=o.out / f"ftd-{at.replace(', ', '-').replace(' ', '-')}.log",
                 ) as started:
                     results.add(f"{at}.start", [started.ready_s])
@@ -231,7 +239,7 @@ def arguments() -> argparse.Namespace:
     )
     ap.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     ap.add_argument("--vram", nargs="+", help="these budgets alone")
-    ap.add_argument("--memory", type=float, default=104.0, help="GiB for file and host pool")
+    ap.add_argument("--memory", type=float, default=92.0, help="GiB for file and host pool")
     ap.add_argument("--layers", type=int, help="of each model; default: as many as fit")
     ap.add_argument("--experts", type=int, help="of each layer, to try this out")
     ap.add_argument("--folder", default="/dev/shm")

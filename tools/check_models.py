@@ -27,11 +27,14 @@ from typing import Any
 import torch
 
 from ftd.checkpoint.headers import read_checkpoint
-from ftd.errors import CheckpointError, UnsupportedModel
+from ftd.config import load_config
+from ftd.errors import CheckpointError, FtdError, UnsupportedModel
 from ftd.kernels.cpu import native
-from ftd.kernels.formats import FORMATS, expert_layout
+from ftd.kernels.formats import FORMATS, ExpertLayout, expert_layout
 from ftd.kernels.ops import Ops
 from ftd.kernels.reference import TorchOps
+from ftd.memory.machine import Gpu, Machine
+from ftd.memory.plan import MemoryPlan, plan_memory
 from ftd.model.registry import ARCHITECTURES, architecture_for
 from ftd.model.spec import ModelSpec, MoeSpec
 from ftd.text.messages import normalise
@@ -45,6 +48,7 @@ from lone_model import LoneModel, Recorder  # noqa: E402
 from oracle_check import Oracle, OracleMismatch  # noqa: E402
 
 SEED = 1
+CONTEXT = 32768  # tokens of KV for which the least memory is told
 CHUNKS = (5, 1, 2, 19, 16, 2, 33, 1)
 HIDDEN_TOLERANCE = 1e-3  # of the largest number of a state
 REFUSED, FAILED = "refused", "**failed**"
@@ -147,26 +151,63 @@ def matrix(generator: Any, families: list[str], kernels: list[Ops]) -> Iterator[
 
 def releases() -> Iterator[str]:
     """Memory that published checkpoints need, computed from their config.json."""
-    yield "| checkpoint | family | weights | of it dense | KV of 1,000 tokens |"
-    yield "| --- | --- | --- | --- | --- |"
+    yield (
+        "| checkpoint | family | weights | of it dense | KV of 1,000 tokens "
+        "| host memory | least GPU memory |"
+    )
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
     published = json.loads((ROOT / "tests" / "data" / "releases.json").read_text())
     for name, release in published.items():
         architecture = architecture_for(release["config"])
         spec = architecture.spec(release["config"])
         dense = 2 * sum(map(_product, architecture.dense_tensors(spec).values()))
         for fmt, suffix in release["formats"].items():
-            total = dense + expert_bytes(spec, fmt)
+            layout = layout_of(spec, fmt)
+            total = dense + layout.record_bytes * num_experts(spec)
+            ram, vram = least_memory(spec, layout, dense)
             yield (
                 f"| {name}{suffix} | `{spec.model_type}`, {fmt} | {total / GiB:.1f} GiB "
-                f"| {dense / GiB:.1f} GiB | {1000 * spec.kv_bytes_per_token / MiB:.0f} MiB |"
+                f"| {dense / GiB:.1f} GiB | {1000 * spec.kv_bytes_per_token / MiB:.0f} MiB "
+                f"| {ram / GiB:.0f} GiB | {vram / GiB:.1f} GiB |"
             )
 
 
-def expert_bytes(spec: ModelSpec, fmt: str) -> int:
+def moe(spec: ModelSpec) -> MoeSpec:
     mlp = spec.layers[spec.moe_layers[0]].mlp
     assert isinstance(mlp, MoeSpec)
-    layout = expert_layout(FORMATS[fmt], spec.hidden, mlp.inner, bias=mlp.bias)
-    return layout.record_bytes * mlp.num_experts * len(spec.moe_layers)
+    return mlp
+
+
+def num_experts(spec: ModelSpec) -> int:
+    return moe(spec).num_experts * len(spec.moe_layers)
+
+
+def layout_of(spec: ModelSpec, fmt: str) -> ExpertLayout:
+    return expert_layout(FORMATS[fmt], spec.hidden, moe(spec).inner, bias=moe(spec).bias)
+
+
+def least_memory(spec: ModelSpec, layout: ExpertLayout, dense_bytes: int) -> tuple[int, int]:
+    """Of the host while loading, and of a GPU that holds ``CONTEXT`` tokens of KV, in bytes.
+
+    With so little nearly every expert stays in host memory: more of the GPU is faster.
+    """
+    plenty = 4096 * GiB
+    machine = Machine(16, plenty, plenty, "the machine", (0,), "always")
+    gpu = Gpu(0, "GPU", "", (9, 0), total_bytes=plenty, free_bytes=plenty)
+
+    def plan(vram: int) -> MemoryPlan:
+        flags = {"model": "model", "kv_tokens": str(CONTEXT), "vram": str(vram)}
+        return plan_memory(spec, layout, dense_bytes, load_config(flags, {}), machine, gpu)
+
+    low, high = 0, 512 * GiB
+    while high - low > 64 * MiB:
+        middle = (low + high) // 2
+        try:
+            plan(middle)
+            high = middle
+        except FtdError:
+            low = middle
+    return plan(high).pool_bytes + dense_bytes + plan(high).headroom_bytes, high
 
 
 def _product(shape: tuple[int, ...]) -> int:
@@ -174,11 +215,12 @@ def _product(shape: tuple[int, ...]) -> int:
 
 
 def write(out: Path, parts: list[list[str]]) -> None:
-    """Put the tables between the marks of the page, in order."""
+    """Put the tables between the marks of the page, in order; the last ones, if there are fewer."""
     pieces = out.read_text().split(BEGIN)
-    assert len(pieces) == len(parts) + 1, f"{out} has {len(pieces) - 1} places for a table"
-    text = pieces[0]
-    for lines, piece in zip(parts, pieces[1:], strict=True):
+    kept = len(pieces) - len(parts)
+    assert kept > 0, f"{out} has {len(pieces) - 1} places for a table"
+    text = BEGIN.join(pieces[:kept])
+    for lines, piece in zip(parts, pieces[kept:], strict=True):
         text += "\n".join((BEGIN, "", *lines, "", END)) + piece.split(END, 1)[1]
     out.write_text(text)
 
@@ -187,7 +229,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("families", nargs="*", help="default: all that ftd serves")
     parser.add_argument("--out", type=Path, help="the page to write, with all families")
+    parser.add_argument("--sizes", action="store_true", help="the second table alone: no checks")
     arguments = parser.parse_args()
+    if arguments.sizes:
+        sizes = list(releases())
+        print("\n".join(sizes))
+        if arguments.out:
+            write(arguments.out, [sizes])
+        return
     if arguments.out and arguments.families:
         parser.error("a page is written of all families: name none")
     sys.path.insert(0, str(ROOT / "tests" / "oracles" / "generator"))
