@@ -17,7 +17,8 @@ def profile_lines(result: ProfileResult) -> list[str]:
     if result.read_bytes_per_s:
         lines.append(f"memory     {result.read_bytes_per_s / GB:.1f} GB/s read by the CPU")
     if any(row.link_bytes_per_s and row.cpu_bytes_per_s for row in result.rows):
-        lines.append(f"handshake  {result.handshake_s * 1e6:.1f} us, GPU to CPU and back")
+        us = result.handshake_s * 1e6
+        lines.append(f"handshake  {f'{us:.0f} us' if us >= 1 else 'below 1 us'}, in the CPU's time")
     cells = [_HEADS, *(_cells(row) for row in result.rows)]
     kept = [column for column in zip(*cells) if any(cell != "-" for cell in column[1:])]
     widths = [max(map(len, column)) for column in kept]

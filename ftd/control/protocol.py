@@ -266,7 +266,7 @@ class ProfileResult:
     expert_bytes: int
     rows: tuple[ProfileRow, ...]
     read_bytes_per_s: float  # plain read of the experts by the CPU
-    handshake_s: float
+    handshake_s: float  # what asking adds to the CPU's work; in its fixed time
     path: str  # the file it was written to
     took_s: float
     longest_pause_s: float  # in which no step of a request ran

@@ -61,7 +61,7 @@ class CudaBench:
     ) -> None:
         self.key, self.gpu_name, self.expert_bytes = key, gpu_name, layout.payload_bytes
         self.experts_per_token = experts_per_token
-        self.has_link, self.has_cpu = pinned, cpu is not None
+        self.has_link, self.has_cpu = pinned, cpu is not None and division.cpu is not None
         self._division, self._layout = division, layout
         self._host, self._device, self._act = host, device, act
         self._cpu, self._resident = cpu, resident
@@ -74,76 +74,74 @@ class CudaBench:
         return len(self._resident()) >= self.experts_per_token
 
     def link_s(self, rows: int, experts: int, seconds: float) -> float:
-        return self._on_gpu(self._host, rows, experts, seconds)
+        return self._layers_s(self._host, rows, experts, seconds)
 
     def hits_s(self, rows: int, experts: int, seconds: float) -> float:
         assert self.has_hits, "the kernels would read at address 0"
         slots = self._random.permutation(self._resident())
         table = torch.from_numpy(np.resize(slots, tuple(self._host.shape)))
-        return self._on_gpu(table, rows, experts, seconds)
+        return self._layers_s(table, rows, experts, seconds)
 
-    def _on_gpu(self, table: torch.Tensor, rows: int, experts: int, seconds: float) -> float:
-        run, watch = self._run(rows), Stopwatch(self._device)
-        run.use(table, over_link=True)
+    def cpu_s(self, rows: int, experts: int, seconds: float) -> float:
+        """Until the answer is there, less what the GPU launches anyway."""
+        return self._layers_s(self._host, rows, experts, seconds, asks=True)
+
+    def _layers_s(
+        self, table: torch.Tensor, rows: int, experts: int, seconds: float, *, asks: bool = False
+    ) -> float:
+        run = self._run(rows)
+        run.use(table, over_link=not asks)
         found: dict[int, list[float]] = {experts: [], 0: []}
 
         def once() -> None:
             for count, times in found.items():
-                run.draw(self._random, count)
-                with watch:
-                    run.launch()
-                times.append(watch.seconds() / run.layers)
+                times.append(self._launched_s(run, count))
 
         repeat(once, seconds)
         return max(LEAST_S, median(found[experts]) - median(found[0]))
 
-    def cpu_s(self, rows: int, experts: int, seconds: float) -> float:
-        assert self._cpu is not None
-        return self._cpu.cpu_s(rows, experts, seconds)
+    def _launched_s(self, run: _Run, experts: int) -> float:
+        """Of one layer."""
+        watch, service = Stopwatch(self._device), self._division.cpu
+        run.draw(self._random, experts)
+        if service is not None:
+            service.step_begins()
+        with watch:
+            run.launch()
+        took_s = watch.seconds() / run.layers
+        if service is not None:
+            service.step_ended()
+        return took_s
 
-    def both_s(self, rows: int, experts: int, seconds: float) -> tuple[float, float]:
+    def beside(self, rows: int, experts: int, seconds: float) -> tuple[float, float]:
         assert self._cpu is not None
-        run, watch, cpu = self._run(rows), Stopwatch(self._device), self._cpu
+        run, cpu = self._run(rows), self._cpu
         run.use(self._host, over_link=True)
-        on_cpu: list[float] = []
-        on_link: list[float] = []
+        link: list[tuple[float, float]] = []  # alone, and beside the CPU
+        on_cpu: tuple[list[float], list[float]] = ([], [])
 
         def once() -> None:
+            alone_s = self._launched_s(run, experts)
+            on_cpu[0].append(cpu.once(rows, experts))
+            watch = Stopwatch(self._device)
             run.draw(self._random, experts)
             with watch:
                 run.launch()
-            began = len(on_cpu)
-            while len(on_cpu) == began or not watch.passed():
-                on_cpu.append(cpu.once(rows, experts))
-            if len(on_cpu) > began + 1:
-                on_cpu.pop()  # the link may have been done before it was
-            on_link.append(watch.seconds() / run.layers)
+            times = [cpu.once(rows, experts)]
+            while not watch.passed():
+                times.append(cpu.once(rows, experts))
+            on_cpu[1].extend(times[:-1] or times)  # the link may be done before the last
+            link.append((alone_s, watch.seconds() / run.layers))
 
         repeat(once, seconds)
-        return median(on_link), median(on_cpu)
+        alone_s, beside_s = (median(times) for times in zip(*link))
+        return alone_s / beside_s, median(on_cpu[0]) / median(on_cpu[1])
 
     def handshake_s(self, seconds: float) -> float | None:
-        service = self._division.cpu
-        if service is None or self._cpu is None:
+        if self._cpu is None:
             return None
-        run, watch, cpu = self._run(1), Stopwatch(self._device), self._cpu
-        run.use(self._host, over_link=False)
-        asked: list[float] = []
-        silent: list[float] = []
-        alone: list[float] = []
-
-        def once() -> None:
-            for count, times in ((1, asked), (0, silent)):
-                run.draw(self._random, count)
-                service.step_begins()
-                with watch:
-                    run.launch()
-                times.append(watch.seconds() / run.layers)
-                service.step_ended()
-            alone.append(cpu.once(1, 1))
-
-        repeat(once, seconds)
-        return max(LEAST_S, median(asked) - median(silent) - median(alone))
+        asked_s = self.cpu_s(1, 1, seconds / 2)
+        return max(0.0, asked_s - self._cpu.cpu_s(1, 1, seconds / 2))
 
     def cpu_row_s(self, seconds: float) -> float:
         assert self._cpu is not None

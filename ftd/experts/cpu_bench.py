@@ -99,11 +99,11 @@ class CpuBench:
 
     hits_s = link_s
 
-    def both_s(self, rows: int, experts: int, seconds: float) -> tuple[float, float]:
+    def beside(self, rows: int, experts: int, seconds: float) -> tuple[float, float]:
         raise AssertionError("there is no link")
 
     def handshake_s(self, seconds: float) -> float | None:
-        return 0.0  # nobody has to be asked
+        return None
 
     def fixed_s(self, rows: int, seconds: float) -> float | None:
         return None

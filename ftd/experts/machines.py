@@ -27,7 +27,7 @@ class Machine:
     cpu_fixed_s: float = 0.0  # of a layer's experts on the CPU, beside the handshake
     link_fixed_s: float = 3e-6  # first bytes of a read over the link
     layer_fixed_s: float = 52e-6  # attention, router, launches, and the head's part
-    row_fixed_s: float = 11e-6  # more of it for each further row
+    row_fixed_s: float = 7e-6  # more of it for each further row
 
     def rates(self, expert_bytes: float) -> Rates:
         link, cpu = self.link_bytes_per_s, self.gemv_share * self.dram_bytes_per_s
@@ -51,15 +51,17 @@ class Machine:
         return self.layer_fixed_s + (batch - 1) * self.row_fixed_s
 
 
-def _h200(name: str, cpu_bytes_per_s: float, cpu_fixed_s: float, lost: float) -> Machine:
-    """Measured with the kernels that serve: experts of 9 MiB in bfloat16, 8, 2 and 1 at once."""
+def _h200(
+    name: str, cpu_bytes_per_s: float, cpu_fixed_s: float, link_beside_cpu: float, lost: float
+) -> Machine:
+    """Measured with the kernels that serve, as ``ftd --profile`` does: experts of 9 MiB, bf16."""
     return Machine(
         name,
-        50.9 * GB,
+        51.3 * GB,
         cpu_bytes_per_s,
         4800 * GB,
         gemv_share=1.0,
-        link_beside_cpu=0.975,
+        link_beside_cpu=link_beside_cpu,
         dram_per_link_byte=lost,
         cpu_fixed_s=cpu_fixed_s,
     )
@@ -68,8 +70,8 @@ def _h200(name: str, cpu_bytes_per_s: float, cpu_fixed_s: float, lost: float) ->
 MACHINES: dict[str, Machine] = {
     machine.name: machine
     for machine in (
-        _h200("h200", 110.8 * GB, 37e-6, 0.27),  # 105, 84 and 77 GB/s; beside the link 92
-        _h200("h200-6-threads", 56.8 * GB, 19e-6, 0.075),  # 56, 47 and 51; beside the link 52
+        _h200("h200", 109.2 * GB, 36e-6, 0.934, 0.246),  # beside each other 47.9 and 97.4 GB/s
+        _h200("h200-6-threads", 56.8 * GB, 19e-6, 0.975, 0.075),  # 50.8 and 52.3
         Machine("5090-server", 52.7 * GB, 77.3 * GB, 1790 * GB),
         Machine("5090-desktop", 49 * GB, 53.8 * GB, 1790 * GB),
         Machine("4060-laptop", 11.8 * GB, 47.5 * GB, 256 * GB),

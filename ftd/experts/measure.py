@@ -14,7 +14,6 @@ from typing import Protocol
 
 import numpy as np
 
-from ftd.experts.machines import HANDSHAKE_S
 from ftd.experts.profile import BATCHES, Figures, Key, Line, Profile, fit_line
 
 LEAST_SHARE = 0.01  # of its own rate that a path keeps beside the other
@@ -39,14 +38,17 @@ class Bench(Protocol):
         ...
 
     def link_s(self, rows: int, experts: int, seconds: float) -> float: ...
-    def cpu_s(self, rows: int, experts: int, seconds: float) -> float: ...
     def hits_s(self, rows: int, experts: int, seconds: float) -> float: ...
-    def both_s(self, rows: int, experts: int, seconds: float) -> tuple[float, float]:
-        """Of the link and of the CPU, while both run with so many each."""
+    def cpu_s(self, rows: int, experts: int, seconds: float) -> float:
+        """Asking and answering included, where a GPU asks."""
+        ...
+
+    def beside(self, rows: int, experts: int, seconds: float) -> tuple[float, float]:
+        """The part of its rate that each of link and CPU keeps while both run."""
         ...
 
     def handshake_s(self, seconds: float) -> float | None:
-        """What one question to the CPU adds to its work; None: there is none to measure."""
+        """What asking adds to the CPU's work; None: nobody asks."""
         ...
 
     def cpu_row_s(self, seconds: float) -> float:
@@ -161,7 +163,7 @@ def _sample(bench: Bench, task: _Task, seconds: float) -> tuple[float, ...] | No
         case "hits":
             return (bench.hits_s(task.rows, task.experts, seconds),)
         case "both":
-            return bench.both_s(task.rows, task.experts, seconds)
+            return bench.beside(task.rows, task.experts, seconds)
         case "layer":
             found = bench.fixed_s(task.rows, seconds)
         case "handshake":
@@ -181,14 +183,9 @@ def _profile(
         return fit_line(points) if points else Line()
 
     def beside(rows: int) -> tuple[float, float]:
-        """The part of its rate that each of link and CPU keeps."""
         most = _counts(bench, effort)[-1]
-        together = medians.get(_Task("both", rows, most))
-        if together is None:
-            return 1.0, 1.0
-        alone = (medians[_Task(kind, rows, most)][0] for kind in ("link", "cpu"))
-        link, cpu = (min(1.0, max(LEAST_SHARE, a / b)) for a, b in zip(alone, together))
-        return link, cpu
+        link, cpu = medians.get(_Task("both", rows, most), (1.0, 1.0))
+        return min(1.0, max(LEAST_SHARE, link)), min(1.0, max(LEAST_SHARE, cpu))
 
     def only(task: _Task) -> float | None:
         return medians[task][0] if task in medians else None
@@ -204,14 +201,13 @@ def _profile(
         )
         for rows in effort.batches
     )
-    handshake = only(_Task("handshake"))
     return Profile(
         bench.key,
         bench.expert_bytes,
         figures,
         read_bytes_per_s=only(_Task("read")) or 0.0,
         cpu_row_s=only(_Task("rows")) or 0.0,
-        handshake_s=HANDSHAKE_S if handshake is None else handshake,
+        handshake_s=only(_Task("handshake")) or 0.0,
         measured_at=now,
         gpu_name=bench.gpu_name,
         quick=effort is QUICK,

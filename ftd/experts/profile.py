@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
-from ftd.experts.machines import HANDSHAKE_S, Machine
+from ftd.experts.machines import Machine
 from ftd.experts.split import PromptRates, Rates, fetch_table
 
 VERSION = 1  # raised when an old file would be misread
@@ -46,7 +46,7 @@ class Figures:
 
     batch: int
     link: Line = Line()  # read over the link by the GPU's kernel
-    cpu: Line = Line()  # computed by the CPU in place, without the handshake
+    cpu: Line = Line()  # computed by the CPU in place, asking and answering included
     hits: Line = Line()  # read from slots
     link_beside_cpu: float = 1.0  # part of its rate that the link keeps while the CPU computes
     cpu_beside_link: float = 1.0
@@ -60,7 +60,7 @@ class Profile:
     figures: tuple[Figures, ...]  # by rising batch, at least one
     read_bytes_per_s: float = 0.0  # plain read by the CPU's threads; 0: not measured
     cpu_row_s: float = 0.0  # one token of one expert on the CPU, among many; 0: not measured
-    handshake_s: float = HANDSHAKE_S
+    handshake_s: float = 0.0  # of the CPU's fixed time: what asking adds to its work
     measured_at: float = 0.0  # unix time
     gpu_name: str = ""  # for people
     quick: bool = False  # a calibration at the start: few samples, one batch size
@@ -78,7 +78,7 @@ class Profile:
             link_experts_per_s=of.link.experts_per_s,
             link_fixed_s=of.link.fixed_s,
             cpu_experts_per_s=of.cpu.experts_per_s,
-            cpu_fixed_s=of.cpu.fixed_s + self.handshake_s,
+            cpu_fixed_s=of.cpu.fixed_s,
             link_beside_cpu=of.link_beside_cpu,
             cpu_beside_link=of.cpu_beside_link,
         )
@@ -120,7 +120,7 @@ class Profile:
             hbm_share=1.0,
             link_beside_cpu=of.link_beside_cpu,
             dram_per_link_byte=(1 - of.cpu_beside_link) * cpu / shared_link if shared_link else 0.0,
-            handshake_s=self.handshake_s,
+            handshake_s=0.0,  # in the CPU's fixed time
             cpu_fixed_s=of.cpu.fixed_s,
             link_fixed_s=of.link.fixed_s,
             **known,

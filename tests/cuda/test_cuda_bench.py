@@ -98,7 +98,7 @@ def test_with_the_cpu_all_is_measured_and_the_mailbox_serves_on(pool, native_ops
         cpu.close()
     (figures,) = profile.figures
     assert figures.cpu.experts_per_s > 0 and figures.link.experts_per_s > 0
-    assert 0 < figures.cpu_beside_link <= 1 and profile.handshake_s > 0
+    assert 0 < figures.cpu_beside_link <= 1 and profile.handshake_s >= 0
     assert profile.read_bytes_per_s > 0
     assert len(profile.fetch_of(1, K)) == K + 1
 

@@ -149,7 +149,7 @@ def test_a_machine_measured_while_it_serves(model, tokens, slots, capsys, monkey
     for figures in profile.figures:
         assert figures.link.experts_per_s > 0 and figures.cpu.experts_per_s > 0
         assert figures.fixed_s > 0 and (figures.hits.experts_per_s > 0) == (slots > 0)
-    assert 0 < profile.handshake_s < 1e-3
+    assert 0 <= profile.handshake_s < 1e-3
 
 
 def test_memory_comes_and_goes_under_captured_steps(model, tokens):

@@ -33,8 +33,8 @@ class Fast:
 
     hits_s = link_s
 
-    def both_s(self, rows, experts, seconds):
-        return experts / 4000, experts / 8000
+    def beside(self, rows, experts, seconds):
+        return 0.8, 0.8
 
     def handshake_s(self, seconds):
         return 1e-6
@@ -54,13 +54,13 @@ class Fast:
 
 class Told:
     def __init__(self):
-        self.tables = []
+        self.tables, self.prompts = [], []
 
     def split(self, fetch_of):
         self.tables.append([tuple(table) for table in fetch_of])
 
     def share_prompts(self, rates):
-        self.prompts = rates
+        self.prompts.append(rates)
 
 
 def make(folder, *, calibrates=True, bench=None):
@@ -90,6 +90,7 @@ def test_without_one_rates_come_from_a_quick_calibration(tmp_path):
     profiling.start()
     assert profiling.profile.quick and bench.closed == 1 and len(told.tables) == 1
     assert profiling.source == "a quick calibration at the start"
+    assert told.prompts == [profiling.profile.prompt_rates()] and told.prompts[0].cpu_row_s == 20e-6
     assert ProfileStore(tmp_path).find(KEY) is None, "it is not kept"
 
 

@@ -45,9 +45,10 @@ class Scripted:
         assert self.has_hits
         return self._noisy(experts * 3e-6)
 
-    def both_s(self, rows, experts, seconds):
+    def beside(self, rows, experts, seconds):
         assert self.has_link and self.has_cpu
-        return (2e-6 + experts * 100e-6) / 0.9, (10e-6 + experts * 50e-6 * rows) / 0.5
+        self.calls += 1
+        return (0.9, 1.3) if self.calls % 7 == 0 else (0.9, 0.5)
 
     def handshake_s(self, seconds):
         return 5e-6

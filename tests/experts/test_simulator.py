@@ -56,30 +56,35 @@ def test_default_policy_loses_to_neither_rival_on_any_machine(workloads, workloa
 
 
 @pytest.mark.parametrize(
-    ("streams", "resident_share", "measured_tokens_per_s"),
-    [(1, 0.37, 385), (4, 0.37, 540), (1, 1.0, 822), (4, 1.0, 1616)],
+    ("policy", "machine", "streams", "resident_share", "measured_tokens_per_s"),
+    [
+        ("default", "h200", 1, 0.37, 462),
+        ("default", "h200", 4, 0.37, 755),
+        ("default", "h200-6-threads", 1, 0.37, 368),
+        ("link-only", "h200", 1, 0.37, 385),
+        ("link-only", "h200", 4, 0.37, 540),
+        ("default", "h200", 1, 1.0, 849),
+        ("default", "h200", 4, 1.0, 1814),
+    ],
 )
-def test_prediction_agrees_with_the_measured_rate(streams, resident_share, measured_tokens_per_s):
-    """The H200 machine, every miss over the link, the checkpoint of tools/make_synthetic.py.
-
-    8.7 of a step's 128 reads missed there, as with routers of skew 1.1; those of skew 1, as they
-    were drawn, miss 11.
-    """
-    for skew, within in ((1.0, 0.2), (1.1, 0.1)):
-        predicted = []
-        for seed in range(2):
-            routing = synthetic_routing(300 * streams, 16, 128, 8, skew=skew, seed=seed)
-            used = steps_of(routing, 128, streams)
-            outcome = simulate(
-                used,
-                "link-only",
-                MACHINES["h200"],
-                num_slots=int(resident_share * used[0].size),
-                expert_bytes=EXPERT_BYTES,
-                batch=streams,
-            )
-            predicted.append(outcome.tokens_per_s)
-        assert np.mean(predicted) == pytest.approx(measured_tokens_per_s, rel=within)
+def test_prediction_agrees_with_the_measured_rate(
+    policy, machine, streams, resident_share, measured_tokens_per_s
+):
+    """The H200 machine, the checkpoint of tools/make_synthetic.py, over HTTP."""
+    predicted = []
+    for seed in range(2):
+        routing = synthetic_routing(300 * streams, 16, 128, 8, skew=1.0, seed=seed)
+        used = steps_of(routing, 128, streams)
+        outcome = simulate(
+            used,
+            policy,
+            MACHINES[machine],
+            num_slots=int(resident_share * used[0].size),
+            expert_bytes=EXPERT_BYTES,
+            batch=streams,
+        )
+        predicted.append(outcome.tokens_per_s)
+    assert np.mean(predicted) == pytest.approx(measured_tokens_per_s, rel=0.2)
 
 
 def test_no_policy_beats_the_oracle_by_its_misses(workloads):
