@@ -75,8 +75,8 @@ class ElasticMemory:
     @property
     def footprint(self) -> Footprint:
         plan = self._plan
-        if plan.vram:  # of host memory only the pool: the rest lies on the GPU
-            return Footprint(resident_bytes=plan.pool_bytes, growth_bytes=0)
+        if plan.vram:  # of host memory the pool and what is pinned by and by; the rest is the GPU's
+            return Footprint(resident_bytes=plan.pool_bytes, growth_bytes=plan.host_kv_bytes)
         return Footprint(
             resident_bytes=plan.dense_bytes + plan.pool_bytes,
             growth_bytes=plan.kv_bytes + plan.slots_bytes + plan.workspace_bytes,

@@ -41,25 +41,37 @@ def tokens_of(prompt):
 
 
 class AnchorPages(RuleBasedStateMachine):
+    first_page = 0
+
     def __init__(self):
         super().__init__()
         self.directory = Path(tempfile.mkdtemp())
-        self.pool = PagePool(PAGES, PAGE)
+        self.pool = PagePool(PAGES, PAGE, self.first_page)
         self.now_s = 0.0
         self.tree = PrefixTree(self.pool, rank_of_pages, lambda: self.now_s)
         self.book = AnchorBook(self.tree)
-        self.kv = KvCache(SPEC, PAGES, PAGE, torch.float32)
+        self.kv = self.make_kv()
+        self.host = self.make_host()
+        self.tree.leaving = self.host.take if self.host else None
         self.running = []
         self.count = 0
         self.open_disk()
 
+    def make_kv(self):
+        return KvCache(SPEC, PAGES, PAGE, torch.float32)
+
+    def make_host(self):
+        return None
+
     def open_disk(self):
         self.store = DiskStore(self.directory, "0" * 40, 60_000, self.kv, self.pool)
-        self.disk = Restoring(self.store, self.tree, self.pool, self.kv, self.book)
+        self.disk = Restoring(self.store, self.tree, self.pool, self.kv, self.book, self.host)
 
     def teardown(self):
         self.store.close()
         self.kv.close()
+        if self.host:
+            self.host.close()
         shutil.rmtree(self.directory)
 
     @rule(prompt=PROMPTS, wait=st.booleans())
@@ -76,6 +88,9 @@ class AnchorPages(RuleBasedStateMachine):
             self.disk.take()
             self.pages_are_accounted_for()
         assert not self.disk.waits(sequence.key)
+        while self.disk.bring(sequence, None, others=wait):
+            self.pages_are_accounted_for()
+        self.disk.forget(sequence.key)
         pages, part, _ = self.tree.match(sequence.ids)
         sequence.start(pages, PAGE)
         lacking = -(-len(ids) // PAGE) - len(pages)
@@ -94,14 +109,16 @@ class AnchorPages(RuleBasedStateMachine):
         self.book.resumed(sequence.ids, sequence.computed, sequence.request.session)
         self.holds_its_tokens(sequence)
         for place in range(sequence.computed, len(ids)):
-            self.kv.k[0][sequence.pages[place // PAGE], place % PAGE] = float(ids[place])
-            self.kv.v[0][sequence.pages[place // PAGE], place % PAGE] = -float(ids[place])
+            page = sequence.pages[place // PAGE] * self.kv.page_stride
+            self.kv.k[0][page, place % PAGE] = float(ids[place])
+            self.kv.v[0][page, place % PAGE] = -float(ids[place])
         sequence.computed = len(ids)
         self.running.append(sequence)
 
     def holds_its_tokens(self, sequence):
         for place in range(sequence.computed):
-            page, token = sequence.pages[place // PAGE], float(sequence.ids[place])
+            page = sequence.pages[place // PAGE] * self.kv.page_stride
+            token = float(sequence.ids[place])
             assert self.kv.k[0][page, place % PAGE].unique().tolist() == [token]
             assert self.kv.v[0][page, place % PAGE].unique().tolist() == [-token]
 
@@ -130,12 +147,15 @@ class AnchorPages(RuleBasedStateMachine):
     def drop(self, session):
         free = self.pool.free
         assert self.book.drop(session) == self.pool.free - free
+        if session and self.host:
+            self.host.book.drop(session)
 
     @rule()
     def restart(self):
         """Memory is lost but for what runs; the disk is as it was."""
         self.store.close()
         self.tree.clear()
+        self.disk.distrust()
         self.open_disk()
 
     @invariant()
