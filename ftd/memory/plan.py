@@ -337,6 +337,7 @@ class _Planner:
             config,
             room_bytes=budget - fixed,
             fixed_bytes=fixed,
+            states_bytes=states_bytes,
             page_bytes=needs.page_bytes,
             page_tokens=PAGE_TOKENS,
             least_pages=_pages_for(MIN_CONTEXT_TOKENS if config.context == "auto" else context),

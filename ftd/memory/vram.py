@@ -101,6 +101,7 @@ def divide(
     *,
     room_bytes: int,
     fixed_bytes: int,
+    states_bytes: int,  # of those, what goes with the number of running sequences
     page_bytes: int,
     page_tokens: int,
     least_pages: int,  # for the shortest context worth serving, or the one asked for
@@ -124,7 +125,7 @@ def divide(
         pages = max(least_pages, min(wanted_pages, share // page_bytes))
     left = room_bytes - pages * page_bytes
     if left < (asked or 0) * record_bytes:
-        _refuse(config, room_bytes + fixed_bytes, fixed_bytes, pages * page_bytes,
+        _refuse(config, room_bytes + fixed_bytes, fixed_bytes, states_bytes, pages * page_bytes,
                 (asked or 0) * record_bytes)  # fmt: skip
     if (num_experts if asked is None else asked) == num_experts <= left // record_bytes:
         return Division(pages, num_experts, 0)  # nothing is ever missed
@@ -135,15 +136,16 @@ def divide(
     return Division(pages, min(num_experts, left // record_bytes - staging), staging)
 
 
-def _refuse(config: Config, budget: int, fixed: int, kv: int, slots: int) -> NoReturn:
+def _refuse(config: Config, budget: int, fixed: int, states: int, kv: int, slots: int) -> NoReturn:
     parts = f"{format_bytes(fixed)} beside KV and slots, {format_bytes(kv)} of KV"
     if slots:
         parts += f", {format_bytes(slots)} of expert slots"
     need = fixed + kv + slots
+    fewer = f", or {flag('max_running')}: {format_bytes(states)} are for it" if states else ""
     raise BudgetExceeded(
         f"the GPU needs {format_bytes(need)} ({parts}), {format_bytes(budget)} is its budget",
         hint=f"use {flag('vram')} {size_above(need)} or more, "
-        f"or lower {flag('kv_tokens')} or {flag('expert_slots')}",
+        f"or lower {flag('kv_tokens')} or {flag('expert_slots')}{fewer}",
     )
 
 

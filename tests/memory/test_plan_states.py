@@ -117,3 +117,6 @@ def test_a_gpu_has_the_states_of_running_sequences_and_the_host_those_to_resume_
     assert p.vram.workspace_bytes < 2051 * (4 * 2048 + 35_000) * 4 + 1 * GiB
     without = plan(256 * GiB, gpu=gpu, vram=20 * GiB, max_running=1)
     assert without.num_slots > p.num_slots
+    with pytest.raises(BudgetExceeded) as refused:
+        plan(256 * GiB, gpu=gpu, vram=8 * GiB, max_running=64)
+    assert "--max-running: 7.68 GiB are for it" in refused.value.hint
