@@ -9,7 +9,8 @@ the safe point, and replaces the table in stream order.
               reads in slots lent to it, and leaves its routing in a log that the host reads later
     prefill   eager; waits for the routing of each layer, brings the union of missed experts over
               the link by DMA, the most used into slots, the next into a staging area, and leaves
-              the rest, whose few tokens make a read in place as cheap, where they are
+              the rest, whose few tokens make a read in place as cheap, where they are; behind them
+              come some of those that the next layer of a long prompt surely misses
 
 A slot is written by the copy stream only after every step launched before has ended, and named in
 the table only after the copy has.
@@ -17,7 +18,7 @@ the table only after the copy has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,10 +42,14 @@ from .cpu_experts import CpuExperts
 from .division import MOST_LENT, Division
 from .memory import DeviceMemory
 from .prompt_share import PromptShare
+from .staging import Places
 from .tables import Marker, Upload, on_stream
 
 # A miss of a decode step is read over the link; bringing it into a slot costs one more read of it.
 LINK_ALLOWANCE = Allowance(fills=2.0, cost_misses=1.0)
+# Streamed ahead to a prompt's next layer: what a fast link moves while a layer of it computes, the
+# next one attends and routes, and the host launches all that, some 3 ms.
+AHEAD_BYTES = 160 << 20
 
 
 def nothing() -> None:
@@ -114,7 +119,7 @@ class CudaExperts:
         self._staging = memory.reserve(most * record, num_staging * record)
         self._elastic = memory.elastic
         self._num_staging = num_staging
-        self._staged = Marker(device)  # the last layer that read the staging area
+        self._places = Places(num_staging)
         self._records = self._host_records()
         self._slot_bytes, self._staging_bytes = self._slots.bytes(), self._staging.bytes()
         begin = self._slots.address
@@ -205,6 +210,7 @@ class CudaExperts:
             misses=step.misses + len(missed),
             fetched=step.fetched + len(missed),
         )
+        self._count_ahead(row, counts)
         if not len(missed):
             pause()
             return self._ops.moe(x, ids, weights, table[row], self._layout, self._activation)
@@ -225,28 +231,35 @@ class CudaExperts:
         begun = Marker(self._device)
         begun.mark()
         begun.hold(self._copies)  # slots given up and the staging area may be in use before here
+        came = self._places.enter(row)  # streamed ahead
         admitted = self._admit(row, missed) if self._num_tokens > DECODE_TOKENS else ()
         for expert in admitted:
-            address[expert] = self._slots.address + self._start_fill(
-                row * self.num_experts + expert
-            )
-        rest = [e for e in policy.in_order(missed, counts[missed]).tolist() if e not in admitted]
-        theirs = self._of_cpu(counts, rest, len(admitted))
+            key = row * self.num_experts + expert
+            address[expert] = self._slots.address + self._start_fill(key, came.get(expert))
+        for expert, place in came.items():
+            address[expert] = self._staging_address(place)
+        rest = [
+            expert
+            for expert in policy.in_order(missed, counts[missed]).tolist()
+            if expert not in admitted and expert not in came
+        ]
+        theirs = self._of_cpu(counts, rest, sum(expert not in came for expert in admitted))
         rest = rest[: len(rest) - len(theirs)]
         share = self.share if theirs else None
         if share is not None:
             part, here = share.begin(row, x, chosen, theirs)
-        passes = [rest[: self._num_staging]]
+        passes = [rest]
         if not self.pinned:
             size = self._num_staging
             passes = [rest[at : at + size] for at in range(0, len(rest), size)] or [[]]
         y: torch.Tensor | None = None
         for i, staged in enumerate(passes):
-            landed = self._stage(row, staged)
-            address[staged] = self._staging.address + self._layout.record_bytes * np.arange(
-                len(staged)
-            )
+            places = self._places.take(row, staged)
+            landed = self._stage(row, places)
+            for expert, place in places.items():
+                address[expert] = self._staging_address(place)
             if i == 0:
+                self._stream_ahead(row + 1)
                 pause()
             landed.hold(torch.cuda.current_stream(self._device) if self._copies else None)
             self._table_of_pass.send(torch.from_numpy(address))
@@ -260,6 +273,7 @@ class CudaExperts:
             if i + 1 < len(passes):
                 begun.mark()
                 begun.hold(self._copies)
+                self._places.clear()
         assert y is not None
         return y
 
@@ -287,12 +301,43 @@ class CudaExperts:
         here = torch.isin(ids, torch.tensor(staged, device=ids.device))
         return ids.masked_fill(~here, -1)
 
-    def _stage(self, row: int, experts: Sequence[int]) -> Marker:
+    def _stream_ahead(self, row: int) -> None:
+        """Keep the link busy while a layer computes and the next one chooses its experts.
+
+        Behind the copies of the layer before: what ``row`` all but surely misses.
+        """
+        if row == len(self.layers) or not self.pinned:
+            return
+        sure = policy.surely_used(self._plan.value[row], self._num_tokens)
+        coming = {k % self.num_experts for k in self._table.filling if k // self.num_experts == row}
+        absent = [
+            expert
+            for expert in sure.tolist()
+            if self._table.residency[row, expert] == EMPTY and expert not in coming
+        ]
+        self._stage(row, self._places.take(row, absent[: AHEAD_BYTES // self._layout.record_bytes]))
+
+    def _count_ahead(self, row: int, counts: np.ndarray) -> None:
+        came = self._places.enter(row)
+        unused = sum(counts[expert] == 0 for expert in came)
+        self._step = replace(
+            self._step,
+            ahead=self._step.ahead + len(came),
+            ahead_unused=self._step.ahead_unused + int(unused),
+        )
+
+    def _staging_address(self, place: int) -> int:
+        return self._staging.address + place * self._layout.record_bytes
+
+    def _staged_record(self, place: int) -> torch.Tensor:
         size = self._layout.record_bytes
+        return self._staging_bytes[place * size : (place + 1) * size]
+
+    def _stage(self, row: int, places: Mapping[int, int]) -> Marker:
+        """Queue the copies of experts into their places."""
         with on_stream(self._copies):
-            for place, expert in enumerate(experts):
-                target = self._staging_bytes[place * size : (place + 1) * size]
-                target.copy_(self._records[row][expert], non_blocking=True)
+            for expert, place in places.items():
+                self._staged_record(place).copy_(self._records[row][expert], non_blocking=True)
             landed = Marker(self._device)
             landed.mark()
         return landed
@@ -385,6 +430,8 @@ class CudaExperts:
 
     def safe_point(self) -> None:
         """The last step was good: take note of what it used, and change residency for the next."""
+        if not self._paused:
+            self._places.clear()
         if self._trace is not None:
             self._trace.commit_step()
         if not self._num_tokens:
@@ -407,6 +454,8 @@ class CudaExperts:
 
     def abandon_step(self) -> None:
         """The step failed: nothing it used counts. What it copied is whole, and stays."""
+        if not self._paused:
+            self._places.clear()
         if self._trace is not None:
             self._trace.drop_step()
         if self._dirty:
@@ -467,6 +516,7 @@ class CudaExperts:
         self._staging.resize(num_records * self._layout.record_bytes)
         self._staging_bytes = self._staging.bytes()
         self._num_staging = num_records
+        self._places = Places(num_records)
 
     def _slot_address(self, slot: int) -> int:
         return self._slots.address + slot * self._layout.record_bytes
@@ -497,13 +547,18 @@ class CudaExperts:
             for key in fills:
                 self._start_fill(key)
 
-    def _start_fill(self, key: int) -> int:
-        """Queue the copy of a record into a free slot; returns the slot's offset in bytes."""
+    def _start_fill(self, key: int, place: int | None = None) -> int:
+        """Queue the copy of a record into a free slot; returns the slot's offset in bytes.
+
+        Args:
+            place: of the staging area, where the record is or is about to be.
+        """
         row, expert = divmod(key, self.num_experts)
         start = self._table.take(key) * self._layout.record_bytes
         with on_stream(self._copies):
             target = self._slot_bytes[start : start + self._layout.record_bytes]
-            target.copy_(self._records[row][expert], non_blocking=True)
+            record = self._records[row][expert] if place is None else self._staged_record(place)
+            target.copy_(record, non_blocking=True)
             landed = Marker(self._device)
             landed.mark()
         self._fills.append(Fill(key, landed))
@@ -554,6 +609,8 @@ class CudaExperts:
             fetched=was.fetched + step.fetched,
             on_cpu=was.on_cpu + step.on_cpu,
             evicted=was.evicted + step.evicted,
+            ahead=was.ahead + step.ahead,
+            ahead_unused=was.ahead_unused + step.ahead_unused,
             fills=was.fills + filled,
             fill_bytes=was.fill_bytes + filled * self._layout.record_bytes,
             slots_total=self._table.num_slots,

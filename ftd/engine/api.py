@@ -144,6 +144,8 @@ class EngineStatus:
     expert_misses: int = 0
     expert_fetched: int = 0  # misses whose weights came over the link
     expert_on_cpu: int = 0  # misses computed where their weights are
+    expert_ahead: int = 0  # streamed before the layer of a prompt had chosen its experts
+    expert_ahead_unused: int = 0  # of these: bytes for nothing
     expert_fill_bytes: int = 0  # of records that became resident
     expert_evicted: int = 0
     preempted: int = 0  # sequences put off for lack of pages

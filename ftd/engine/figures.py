@@ -69,6 +69,8 @@ def status(
         expert_misses=experts.misses,
         expert_fetched=experts.fetched,
         expert_on_cpu=experts.on_cpu,
+        expert_ahead=experts.ahead,
+        expert_ahead_unused=experts.ahead_unused,
         expert_fill_bytes=experts.fill_bytes,
         expert_evicted=experts.evicted,
         decode_tokens_per_s=meter.decode_tokens_per_s(),

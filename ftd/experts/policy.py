@@ -52,6 +52,10 @@ class Plan:
     admit: np.ndarray  # [L, E] bool: a fetched miss is worth storing
 
 
+# A prompt of fewer tokens leaves too many experts out, and an estimate of fewer uses in it than
+# these is not to be trusted.
+AHEAD_FROM_TOKENS = 256
+SURE_USES = 8.0
 PRIOR_STEPS = 4.0  # the even routing assumed before anything was seen weighs as many steps
 
 
@@ -103,6 +107,18 @@ def value_after(
     return tuning.recent_weight * (recent + to_recent * (uses - recent)) + (
         1 - tuning.recent_weight
     ) * (frequent + to_frequent * (uses - frequent))
+
+
+def surely_used(values: np.ndarray, num_tokens: int) -> np.ndarray:
+    """Experts that a prompt of so many tokens is all but certain to use, the likeliest first.
+
+    Args:
+        values: [E], expected uses per token.
+    """
+    if num_tokens < AHEAD_FROM_TOKENS:
+        return np.empty(0, np.int64)
+    likely = np.flatnonzero(values * num_tokens >= SURE_USES)
+    return in_order(likely, values[likely])
 
 
 def in_order(experts: np.ndarray, worth: np.ndarray) -> np.ndarray:

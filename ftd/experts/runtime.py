@@ -45,6 +45,8 @@ class ExpertCounters:
     fetched: int = 0  # misses whose path was the link
     on_cpu: int = 0  # misses computed where they are
     evicted: int = 0
+    ahead: int = 0  # records streamed before the layer of a prompt had chosen its experts
+    ahead_unused: int = 0  # of these, how many it did not choose: bytes for nothing
     fills: int = 0  # records that became resident, read through or in the background
     fill_bytes: int = 0
     slots_total: int = 0  # gauge

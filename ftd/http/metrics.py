@@ -47,6 +47,8 @@ _COUNTERS = {
     "expert_misses": "Experts not found in a slot.",
     "expert_fetched": "Misses whose weights came over the link.",
     "expert_on_cpu": "Misses computed by the CPU.",
+    "expert_ahead": "Experts streamed before the layer of a prompt had chosen them.",
+    "expert_ahead_unused": "Of these, experts that were not chosen: bytes for nothing.",
     "expert_fill_bytes": "Bytes of experts that came into a slot.",
     "expert_evicted": "Experts that lost their slot.",
     "preempted": "Sequences put off for lack of pages.",

@@ -14,6 +14,7 @@ from measuring import measured_while_serving
 from test_contract import ORACLES, requests
 
 from ftd.errors import EngineFailed
+from ftd.experts import policy
 from ftd.experts.measure import FULL
 from ftd.experts.profile import to_json
 from ftd.kernels.cpu import native
@@ -60,14 +61,16 @@ def test_tokens_equal_those_of_the_cpu(model, tokens, slots, pinned):
 @pytest.mark.parametrize("slots", [0, 9, 32])
 @pytest.mark.parametrize("pinned", [True, False])
 def test_steps_within_passes(model, tokens, monkeypatch, slots, pinned):
-    """Captured steps while a layer's experts are on their way; eager ones before they are."""
+    """Captured steps while experts come to this layer and the next; eager ones before that."""
     from ftd.kernels.triton.ops import CudaOps
 
     rng = random.Random(4)
     monkeypatch.setattr(Pauses, "due", lambda self, now_s, decode_s: rng.random() < 0.5)
+    monkeypatch.setattr(policy, "AHEAD_FROM_TOKENS", 17)
+    monkeypatch.setattr(policy, "SURE_USES", 1.0)
     with cuda_core(
-        model, slots=slots, pinned=pinned, ops=CudaOps(), device="cuda:0", max_running=12,
-        prefill_chunk=32,
+        model, slots=slots, staging=8, pinned=pinned, ops=CudaOps(), device="cuda:0",
+        max_running=12, prefill_chunk=32,
     ) as core:  # fmt: skip
         for _ in range(2):
             core.tree.clear()
