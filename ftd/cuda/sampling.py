@@ -37,6 +37,12 @@ class Source(Protocol):
         """Tokens so far."""
         ...
 
+    @property
+    def penalised(self) -> bool: ...
+
+    @property
+    def biased(self) -> bool: ...
+
     def write_counts(self, out: torch.Tensor) -> None:
         """[V] int32, as ``Kept.counts``."""
         ...
@@ -83,11 +89,16 @@ class SamplerMemory:
             elif self._drawn[slot] == source.drawn:
                 continue
             self._sources[slot], self._drawn[slot] = source, source.drawn
+            self._write(slot, source)
+
+    def _write(self, slot: int, source: Source) -> None:
+        if source.penalised:
             source.write_counts(self._host_counts)
-            source.write_bias(self._host_bias)
             self._counts.send(self._host_counts)
-            self._bias.send(self._host_bias)
             self.kept.counts[slot].copy_(self._counts.device_tensor)
+        if source.biased:
+            source.write_bias(self._host_bias)
+            self._bias.send(self._host_bias)
             self.kept.bias[slot].copy_(self._bias.device_tensor)
 
     def launched(self, slots: Sequence[int]) -> None:
