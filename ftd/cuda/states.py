@@ -25,6 +25,9 @@ class CudaStates(StateCache):
     """``StateCache`` whose first ``num_live`` slots are on the device, and the others on the host.
 
     Where the system refuses to register host memory, there are no others: nothing is kept.
+
+    Args:
+        register: makes host memory readable by kernels; None: the driver does, on a GPU.
     """
 
     def __init__(
@@ -35,7 +38,7 @@ class CudaStates(StateCache):
         dtype: torch.dtype,
         memory: DeviceMemory,
         *,
-        register: Callable[[int, int], str | None] = register_host,
+        register: Callable[[int, int], str | None] | None = None,
     ) -> None:
         self.slot_bytes = size = slot_bytes(spec, dtype.itemsize)
         self.num_live, self._device = num_live, memory.device
@@ -44,10 +47,10 @@ class CudaStates(StateCache):
         self._memory = map_memory(num_kept * size)
         kept = torch.frombuffer(self._memory, dtype=torch.uint8)[: num_kept * size]
         self._registered = 0
-        if memory.device.type == "cuda" and num_kept:
-            reason = register(kept.data_ptr(), len(kept))
-            self._registered = 0 if reason else kept.data_ptr()
-            if reason:
+        if register is None and memory.device.type == "cuda":
+            register = register_host
+        if register is not None and num_kept:
+            if reason := register(kept.data_ptr(), len(kept)):
                 log.warning(
                     "states.not_pinned",
                     reason=reason,
@@ -55,6 +58,8 @@ class CudaStates(StateCache):
                     hint="raise the limit on locked memory (ulimit -l, LimitMEMLOCK)",
                 )
                 num_kept, kept = 0, kept[:0]
+            else:
+                self._registered = kept.data_ptr()
         self.num_slots = num_live + num_kept
         self._slots = kept.view(num_kept, size)
         address = torch.cat(
