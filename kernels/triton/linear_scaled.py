@@ -106,7 +106,7 @@ def linear_scaled(
             num_warps=4,
         )  # fmt: skip
         return y
-    tile = tile_of(T, x.dtype)
+    tile = tile_of(T, x.dtype, scaled=True)
     _dot_kernel[(triton.cdiv(matrix.rows, tile.columns), triton.cdiv(T, tile.rows))](
         x, weight.data, given, y, T,
         M=matrix, HAS_BIAS=bias is not None, ALIGN=UNIT_BYTES.value,

@@ -107,8 +107,11 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile_of(routes_per_expert: float, act: torch.dtype) -> Tile:
-    """Tile sizes by how many rows an expert gets on average, within 100 KB of shared memory."""
+def tile_of(routes_per_expert: float, act: torch.dtype, *, scaled: bool) -> Tile:
+    """Tile sizes by how many rows an expert gets on average, within 100 KB of shared memory.
+
+    Weights that are widened on the way need registers, so more warps hold the largest tile.
+    """
     if act == torch.float32:
         return Tile(32, 32, 32, 4, 1)
     if routes_per_expert <= 16:
@@ -117,7 +120,7 @@ def tile_of(routes_per_expert: float, act: torch.dtype) -> Tile:
         return Tile(32, 64, 64, 4, 4)
     if routes_per_expert <= 96:
         return Tile(64, 64, 64, 4, 4)
-    return Tile(128, 64, 64, 4, 3)
+    return Tile(128, 64, 64, 8 if scaled else 4, 3)
 
 
 def moe_prefill(
@@ -142,7 +145,7 @@ def route_products(
     assert layout.hidden == H and len(ids) == T, (x.shape, ids.shape)
     assert all(a.is_contiguous() for a in (x, ids, address)), (x.stride(), ids.stride())
     assert address.dtype == torch.int64, address.dtype
-    tile = tile_of(T * K / E, x.dtype)
+    tile = tile_of(T * K / E, x.dtype, scaled=layout.format.scaled)
     blocks = group(ids, E, tile.rows)
     h = torch.empty(T * K, layout.inner, dtype=x.dtype, device=x.device)
     y = torch.empty(T * K, H, dtype=torch.float32, device=x.device)

@@ -1,8 +1,8 @@
 """Matrices in scaled formats as the kernels read them: what ``kernels.decode`` means, for tiles.
 
-A tile is [R, U, 16] bytes: R rows, U units of 16 bytes, the widest load of a thread. A unit holds
-16 columns of e4m3 or 32 of four bits, so all columns of a group, and mostly their scale too, are
-one thread's. Numbers become float32 by their bits (Triton converts e4m3 only from sm_89 on): put
+A tile is R rows of U units of 16 bytes, the widest load of a thread: four words. A unit holds 16
+columns of e4m3 or 32 of four bits, so all columns of a group, and mostly their scale too, are one
+thread's. Numbers become float32 by their bits (Triton converts e4m3 only from sm_89 on): put
 where a float16 has sign, exponent and fraction they are right but for a power of two, ``LIFT``,
 which their scales make good. Every step but products with a scale of more than eight bits is exact.
 
@@ -31,6 +31,7 @@ INT4 = tl.constexpr(FORMATS["int4"].code)
 LIFT_E4M3 = tl.constexpr(2.0**8)
 LIFT_NVFP4 = tl.constexpr(2.0**22)  # e2m1 times e4m3
 LIFT_BITS_E2M1 = tl.constexpr(14)
+SIGNS = tl.constexpr(0x80008000 - (1 << 32))  # of the two float16 of a word
 
 
 class Stored(NamedTuple):
@@ -49,6 +50,9 @@ class Stored(NamedTuple):
     rows: int
     columns: int
     row_bytes: int
+    read: tl.dtype  # what its packed bytes are read as
+    row_parts: int  # of these in a row, and in a unit
+    unit_parts: int
     unit: int  # columns of a unit
     groups: int  # of columns with a scale of their own, in a unit: at least one
     units: int  # of a row; the last one may be partial
@@ -57,6 +61,8 @@ class Stored(NamedTuple):
 def stored(m: MatrixLayout) -> Stored:
     fmt = m.format
     unit = 8 * UNIT_BYTES.value // fmt.bits
+    row_bytes = m.columns * fmt.bits // 8
+    words = row_bytes % 4 == 0
     return Stored(
         kind=fmt.code,
         bits=fmt.bits,
@@ -70,7 +76,10 @@ def stored(m: MatrixLayout) -> Stored:
         bias=-1 if m.bias_offset is None else m.bias_offset,
         rows=m.rows,
         columns=m.columns,
-        row_bytes=m.columns * fmt.bits // 8,
+        row_bytes=row_bytes,
+        read=tl.int32 if words else tl.uint8,
+        row_parts=row_bytes // (4 if words else 1),
+        unit_parts=UNIT_BYTES.value // (4 if words else 1),
         unit=unit,
         groups=unit // fmt.scale_columns if fmt.bits == 4 else 1,
         units=-(-m.columns // unit),
@@ -78,50 +87,86 @@ def stored(m: MatrixLayout) -> Stored:
 
 
 @triton.jit
-def e4m3(code):
-    """As float32, divided by LIFT_E4M3."""
-    wide = code.to(tl.int32)
-    bits = ((wide & 0x7F) << 7) | ((wide & 0x80) << 8)
+def half(bits):
+    """Float16 of the lower sixteen bits, as float32."""
     return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def nibble(code, KIND: tl.constexpr):
-    """The number of a code 0..15 as float32; e2m1 divided by 2^14."""
+def halves(bits):
+    """Two float16 of a word, as float32, the lower one first: a last axis of two."""
+    return tl.join(half(bits), half(bits >> 16))
+
+
+@triton.jit
+def e4m3(code):
+    """As float32, divided by LIFT_E4M3."""
     wide = code.to(tl.int32)
-    if KIND == INT4:  # 2^23 + code, as float32 has its fraction
-        number = (wide | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
+    return half(((wide & 0x7F) << 7) | ((wide & 0x80) << 8))
+
+
+@triton.jit
+def moved(word, LEFT: tl.constexpr):
+    if LEFT >= 0:
+        word = word << LEFT
     else:
-        bits = ((wide & 7) << 9) | ((wide & 8) << 12)
-        number = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        word = word >> -LEFT
+    return word
+
+
+@triton.jit
+def e4m3_pairs(word, FROM: tl.constexpr):
+    """Of the byte at bit FROM and of the one 16 bits higher, as ``e4m3``."""
+    return halves((moved(word, 7 - FROM) & 0x3F803F80) | (moved(word, 8 - FROM) & SIGNS))
+
+
+@triton.jit
+def nibble_pairs(word, FROM: tl.constexpr, M: tl.constexpr):
+    """Of the nibble at bit FROM and of the one 16 bits higher; e2m1 divided by 2^14."""
+    if M.kind == INT4:  # 2^23 + code, as float32 has its fraction
+        low = (moved(word, -FROM) & 15) | 0x4B000000
+        high = (moved(word, -FROM - 16) & 15) | 0x4B000000
+        number = tl.join(low, high).to(tl.float32, bitcast=True) - 8388616.0
+    else:
+        number = halves((moved(word, 9 - FROM) & 0x0E000E00) | (moved(word, 12 - FROM) & SIGNS))
     return number
 
 
 @triton.jit
 def numbers_of(tile, M: tl.constexpr):
-    """[R, U, 16] bytes to [R, U, columns of a unit] float32, without scales."""
-    if M.bits == 8:
-        number = e4m3(tile)
+    """A tile of ``load_units`` to [R, U, columns of a unit] float32, without scales.
+
+    Words are taken apart two numbers at a time; ``join`` puts them in the order of columns.
+    """
+    shape: tl.constexpr = [tile.shape[0], tile.shape[1], M.unit]
+    if M.bits == 4:
+        even = tl.join(nibble_pairs(tile, 0, M), nibble_pairs(tile, 8, M))
+        odd = tl.join(nibble_pairs(tile, 4, M), nibble_pairs(tile, 12, M))
+        number = tl.reshape(tl.join(even, odd), shape)
+    elif M.row_bytes % 4 == 0:
+        number = tl.reshape(tl.join(e4m3_pairs(tile, 0), e4m3_pairs(tile, 8)), shape)
     else:
-        number = tl.interleave(nibble(tile & 15, M.kind), nibble(tile >> 4, M.kind))
+        number = e4m3(tile)
     return number
 
 
 @triton.jit
 def load_units(record, to, store, row, first, M: tl.constexpr, UNITS: tl.constexpr,
                FILL: tl.constexpr):  # fmt: skip
-    """Units first .. first + UNITS - 1 of the rows ``row`` [R]; zeros beyond the matrix.
+    """Units first .. first + UNITS - 1 of the rows ``row`` [R], zeros beyond the matrix.
+
+    [R, U, 4] int32, or [R, U, 16] uint8 where rows are no whole words.
 
     With FILL they are also stored in the record at ``to``, if ``store``.
     """
-    source = matrix(record + M.numbers, tl.uint8, UNIT_BYTES)
+    source = matrix(record + M.numbers, M.read, UNIT_BYTES)
     unit = first + tl.arange(0, UNITS)
-    byte = unit[:, None] * UNIT_BYTES + tl.arange(0, UNIT_BYTES)[None, :]  # [U, 16]
-    place = row[:, None, None] * M.row_bytes + byte[None, :, :]
-    inside = (row < M.rows)[:, None, None] & (byte < M.row_bytes)[None, :, :]
+    part = unit[:, None] * M.unit_parts + tl.arange(0, M.unit_parts)[None, :]
+    place = row[:, None, None] * M.row_parts + part[None, :, :]
+    inside = (row < M.rows)[:, None, None] & (part < M.row_parts)[None, :, :]
     tile = tl.load(source + place, mask=inside, other=0)
     if FILL:
-        target = matrix(to + M.numbers, tl.uint8, UNIT_BYTES)
+        target = matrix(to + M.numbers, M.read, UNIT_BYTES)
         tl.store(target + place, tile, mask=inside & store)
     return tile
 
