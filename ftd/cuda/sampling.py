@@ -141,13 +141,13 @@ class RowSampler:
         """Capture the draw from ``logits``, which every launch then has to come from."""
         for shapes in ALL_SHAPES:
             with torch.cuda.stream(stream):
-                self._draw(logits, shapes)  # compiles
+                self.draw(logits, shapes)  # compiles
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(
                 graph, pool=pool, stream=stream, capture_error_mode="thread_local"
             ):
-                self._draw(logits, shapes)
+                self.draw(logits, shapes)
             self._graphs[shapes] = graph
 
     def launch(self, logits: torch.Tensor, rows: Sequence[SampleRow | None]) -> None:
@@ -167,11 +167,12 @@ class RowSampler:
         if shapes in self._graphs:
             self._graphs[shapes].replay()
         else:
-            self._draw(logits, shapes)
+            self.draw(logits, shapes)
         self._memory.launched([r.numbers.slot for r in rows if r and r.numbers.slot >= 0])
 
     @torch.no_grad()
-    def _draw(self, logits: torch.Tensor, shapes: Shapes) -> None:
+    def draw(self, logits: torch.Tensor, shapes: Shapes) -> None:
+        """Launch the kernels for rows as they were sent last."""
         memory = self._memory
         if memory.work is None:
             sample_ref(logits, self._rows, memory.kept, self._mask, self.drawn)
@@ -183,3 +184,12 @@ class RowSampler:
             logits, self._rows, memory.kept, self._mask, self.drawn, self._ids, memory.work,
             shapes,
         )  # fmt: skip
+
+
+def compile_kernels(vocab: int, device: torch.device) -> None:
+    """Compile what draws need, or take it from the cache on disk, before anybody waits for it."""
+    memory = SamplerMemory(vocab, device)
+    sampler = RowSampler(MOST_ROWS, memory)
+    logits = torch.zeros(MOST_ROWS, vocab, device=device)
+    for shapes in ALL_SHAPES:
+        sampler.draw(logits, shapes)

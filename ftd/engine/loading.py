@@ -207,8 +207,15 @@ def load_core(
         )
         undo.callback(pool.close)
         threads = None if config.load_threads == "auto" else config.load_threads
-        if plan.vram is not None:  # triton takes a second to import: do it while the disk is read
-            threading.Thread(target=_import_gpu_kernels, name="ftd-import", daemon=True).start()
+        beside = None
+        if plan.vram is not None:  # triton takes a second to import, and more to compile
+            beside = threading.Thread(
+                target=_prepare_kernels,
+                args=(spec.vocab, torch.device("cuda", plan.vram.gpu.index)),
+                name="ftd-kernels",
+                daemon=True,
+            )
+            beside.start()
         weights = load_weights(
             prepared.checkpoint,
             prepared.architecture,
@@ -218,6 +225,8 @@ def load_core(
             cancelled,
             threads=threads,
         )
+        if beside:
+            beside.join()
         _refuse_if(cancelled)
         if config.fault.load:
             _inject_load_fault(config.fault.load)
@@ -258,10 +267,14 @@ def _disk_store(config: Config, path: Path, prepared: Prepared, core: EngineCore
     return DiskStore(path, model, config.anchor_bytes, core.kv, core.pages, states=states)
 
 
-def _import_gpu_kernels() -> None:
-    """For whoever imports them next, which waits until this is done, or fails as this did."""
-    with suppress(ImportError):
+def _prepare_kernels(vocab: int, device: torch.device) -> None:
+    """While the disk is read. Whoever needs what cannot be had fails as this did, and says so."""
+    with suppress(ImportError, RuntimeError):
         import ftd.kernels.triton.ops  # noqa: F401
+        from ftd.cuda.sampling import compile_kernels
+
+        torch.cuda.set_device(device)
+        compile_kernels(vocab, device)
 
 
 @dataclass(frozen=True, slots=True)
