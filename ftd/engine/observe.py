@@ -26,7 +26,7 @@ class Observed:
     steps: int
     prompt_tokens: int
     reused_tokens: int
-    evicted_pages: int
+    evicted_pages: int  # for good: those that went to host memory come back fast
     # uses per step that are expected of each expert
     resident: np.ndarray = field(default_factory=lambda: _NO_USES, repr=False)  # rising
     absent: np.ndarray = field(default_factory=lambda: _NO_USES, repr=False)  # falling
@@ -39,6 +39,7 @@ class Observed:
 def observe(core: EngineCore) -> Observed:
     """On the engine thread, between two steps. Cost: a sort of all experts, 1 ms for 15,000."""
     pages, totals, page_tokens = core.pages, core.totals, core.kv.page_tokens
+    host = core.held.host
     places = core.limits.max_running - len(core.running())
     wanted = sum(-(-len(s.ids) // page_tokens) for s in core.waiting()[: max(0, places)])
     lacking = max(0, wanted - pages.free - pages.idle)
@@ -56,7 +57,7 @@ def observe(core: EngineCore) -> Observed:
         steps=totals.steps,
         prompt_tokens=totals.prompt_tokens,
         reused_tokens=totals.reused_tokens,
-        evicted_pages=core.held.pages_evicted,
+        evicted_pages=core.held.pages_evicted - (host.pages_saved if host else 0),
         resident=np.sort(values[here]),
         absent=np.sort(values[~here])[::-1],
     )

@@ -36,7 +36,7 @@ from ftd.schedule.policy import Limits
 def cuda_core(
     path: Path, *, slots=0, staging=4, pinned=True, num_pages=None, dtype=torch.float32,
     device="cpu", ops=None, cu=None, max_pages=None, fetch_of=None,
-    deadline_s=10.0, host_pages=0, **settings,
+    deadline_s=10.0, host_pages=0, kv_cache=CudaKvCache, **settings,
 ):  # fmt: skip
     """``slots``: at most those of all experts, which None stands for."""
     flags = {name: str(value) for name, value in settings.items()}
@@ -66,7 +66,7 @@ def cuda_core(
         pages = num_pages or plan.num_pages
         pinned_pages = PinnedPages(host_pages, plan.page_bytes, device, piece_bytes=2**18)
         undo.callback(pinned_pages.close)
-        kv = CudaKvCache(spec, pages, plan.page_tokens, dtype, memory, max_pages)
+        kv = kv_cache(spec, pages, plan.page_tokens, dtype, memory, max_pages)
         undo.callback(kv.close)
         if plan.num_states:
             live = LIVE_STATES * config.max_running
