@@ -1,4 +1,4 @@
-"""The filled host pool made readable by kernels and DMA, or the reason why it is not.
+"""Host memory made readable by kernels and DMA, or the reason why it is not: the filled pool first.
 
 Registering goes piece by piece, by several threads; every piece ends at a record's end, since one
 copy must not cross two registrations. Refused (locked-memory limits of a container, WSL), the pool
@@ -7,7 +7,7 @@ stays ordinary memory: then no kernel may read it, and missed experts are copied
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -46,12 +46,21 @@ def register(
     register_one: Callable[[int, int], str | None] = register_host,
 ) -> Registration:
     """Register every record of a filled pool, all or nothing."""
-    done = Registration()
     pieces = [
         piece
         for address, num_bytes, _ in pool.node_ranges()
         for piece in cut(address, num_bytes, pool.layout.record_bytes)
     ]
+    return register_pieces(pieces, device, register_one)
+
+
+def register_pieces(
+    pieces: Sequence[tuple[int, int]],  # (address, bytes); no two share a page of memory
+    device: torch.device,
+    register_one: Callable[[int, int], str | None] = register_host,
+) -> Registration:
+    """All or nothing."""
+    done = Registration()
 
     def one(piece: tuple[int, int]) -> str | None:
         if device.type == "cuda":

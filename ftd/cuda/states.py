@@ -7,7 +7,9 @@ which kernels read and write by address as they do their own.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
+from contextlib import suppress
 
 import structlog
 import torch
@@ -15,8 +17,9 @@ import torch
 from ftd.kv.state_cache import StateCache, layer_states, map_memory, slot_bytes
 from ftd.model.spec import ModelSpec
 
-from .driver import register_host, unregister_host
+from .driver import register_host
 from .memory import DeviceMemory
+from .pinned import Registration, cut, register_pieces
 
 log = structlog.get_logger(__name__)
 
@@ -44,28 +47,31 @@ class CudaStates(StateCache):
         self.num_live, self._device = num_live, memory.device
         self._room = memory.reserve(num_live * size, num_live * size)
         self._live = self._room.span()[: num_live * size].view(num_live, size)
-        self._memory = map_memory(num_kept * size)
-        kept = torch.frombuffer(self._memory, dtype=torch.uint8)[: num_kept * size]
-        self._registered = 0
+        stride = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE  # registered pieces share no page
+        self._memory = map_memory(num_kept * stride)
+        with suppress(OSError):  # all of it is taken now, and there are fewer huge pages to pin
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        kept = torch.frombuffer(self._memory, dtype=torch.uint8)[: num_kept * stride]
+        self._registration = Registration()
         if register is None and memory.device.type == "cuda":
             register = register_host
         if register is not None and num_kept:
-            if reason := register(kept.data_ptr(), len(kept)):
-                log.warning(
-                    "states.not_pinned",
-                    reason=reason,
-                    cost="no recurrent state is kept: every prompt is computed from its beginning",
-                    hint="raise the limit on locked memory (ulimit -l, LimitMEMLOCK)",
-                )
-                num_kept, kept = 0, kept[:0]
-            else:
-                self._registered = kept.data_ptr()
+            pieces = cut(kept.data_ptr(), len(kept), stride)
+            self._registration = register_pieces(pieces, memory.device, register)
+        if not self._registration.pinned:
+            log.warning(
+                "states.not_pinned",
+                reason=self._registration.reason,
+                cost="no recurrent state is kept: every prompt is computed from its beginning",
+                hint="raise the limit on locked memory (ulimit -l, LimitMEMLOCK)",
+            )
+            num_kept, kept = 0, kept[:0]
         self.num_slots = num_live + num_kept
-        self._slots = kept.view(num_kept, size)
+        self._slots = kept.view(num_kept, stride)[:, :size]
         address = torch.cat(
             [
                 self._room.address + size * torch.arange(num_live),
-                kept.data_ptr() + size * torch.arange(num_kept),
+                kept.data_ptr() + stride * torch.arange(num_kept),
             ]
         )
         self.layers = layer_states(spec, dtype.itemsize, address.to(memory.device))
@@ -86,9 +92,7 @@ class CudaStates(StateCache):
 
     def close(self) -> None:
         """Nothing may run any more."""
-        if self._registered:
-            unregister_host(self._registered)
-            self._registered = 0
+        self._registration.close()
         self._live = self._live[:0]
         self._room.close()
         super().close()
