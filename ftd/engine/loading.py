@@ -346,6 +346,7 @@ def _on_gpu(
         weights[name] = weights[name].to(device)
     ops = CudaOps()
     model = prepared.architecture.build(spec, weights, ops, dtype)
+    torch.cuda.empty_cache()  # the parts of matrices that were joined: gigabytes, in all layers
     memory = DeviceMemory(device)
     host_pages = plan.host_kv_bytes // plan.page_bytes
     pinned = PinnedPages(host_pages, plan.page_bytes, device) if host_pages else None
