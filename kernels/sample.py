@@ -75,6 +75,9 @@ class Rows:
         # temperature, log of min_p, presence, frequency, repetition
         self.floats = parts[1].view(torch.float32).view(5, R)
         self.ints = parts[2].view(torch.int32).view(3, R)  # top_k, slot, flags
+        if self.block.device.type == "cpu":  # element by element torch is slow
+            self._doubles, self._floats = self.doubles.numpy(), self.floats.numpy()
+            self._ints = self.ints.numpy()
 
     def set(self, row: int, numbers: RowNumbers, uniform: float) -> None:
         """On the CPU."""
@@ -82,9 +85,9 @@ class Rows:
         least = math.log(n.min_p) if n.min_p > 0 else -math.inf
         hot = n.temperature and min(max(n.temperature, COLDEST), HOTTEST)
         top_k = min(n.top_k, 2**31 - 1)
-        self.doubles.numpy()[:, row] = uniform, n.top_p
-        self.floats.numpy()[:, row] = hot, least, n.presence, n.frequency, n.repetition
-        self.ints.numpy()[:, row] = top_k, n.slot, n.flags
+        self._doubles[:, row] = uniform, n.top_p
+        self._floats[:, row] = hot, least, n.presence, n.frequency, n.repetition
+        self._ints[:, row] = top_k, n.slot, n.flags
 
 
 class Kept:

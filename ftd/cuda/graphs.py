@@ -62,14 +62,14 @@ class DecodeInput:
         rows[:3] = -1
 
     def fill(self, rows: Sequence[DecodeRow | None]) -> None:
-        """Row by row; None and what lies behind the last one: not in use."""
-        for i in range(len(self.ids)):
+        """Row by row, on the CPU; None and what lies behind the last one: not in use."""
+        host = self.block.numpy().view(np.int64).reshape(4, -1)  # element by element torch is slow
+        for i in range(host.shape[1]):
             row = rows[i] if i < len(rows) else None
-            self.position[i] = -1 if row is None else row.position
-            self.states.target[i] = -1 if row is None else row.target
-            if row is not None:
-                self.states.source[i] = row.source
-                self.ids[i] = row.token
+            if row is None:
+                host[0, i] = host[2, i] = -1
+            else:
+                host[:, i] = row.position, row.source, row.target, row.token
 
 
 def fill_pages(table: torch.Tensor, rows: Sequence[DecodeRow | None], page_stride: int = 1) -> bool:
