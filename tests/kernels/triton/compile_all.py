@@ -21,7 +21,13 @@ from ftd.kernels.activation import GPT_OSS, SILU
 from ftd.kernels.cpu.service import Mailbox
 from ftd.kernels.delta import DeltaWeights, LayerStates, StateRows, StateSpan
 from ftd.kernels.divide import new_shared
-from ftd.kernels.formats import FORMATS, expert_layout
+from ftd.kernels.formats import (
+    FORMATS,
+    PackedMatrix,
+    expert_layout,
+    matrix_layout,
+    scaled_formats,
+)
 from ftd.kernels.sample import ALL_SHAPES, Drawn, Kept, Rows, mask_words
 from ftd.kernels.triton import divide, sample
 from ftd.kernels.triton.ops import CudaOps
@@ -29,6 +35,7 @@ from ftd.kernels.triton.ops import CudaOps
 POINTER = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
     torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1", torch.float64: "*fp64",
+    torch.uint8: "*u8",
 }  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
@@ -124,21 +131,24 @@ def launch_everything() -> None:
     ops.sigmoid_mul(tensor(4, 16, 256), both[:, :, 1])
     ops.add_gated(tensor(4, 2048, dtype=f32), tensor(4, 2048, dtype=f32), tensor(4, 1, dtype=f32))
     launch_delta(ops)
-    launch_scaled(ops)
 
 
-def launch_scaled(ops: CudaOps) -> None:
-    """Experts of Qwen3-30B-A3B in each format, and those of gpt-oss."""
-    i32, i64, f32 = torch.int32, torch.int64, torch.float32
-    layouts = [expert_layout(row, 2048, 768) for row in FORMATS.values() if row.scaled]
-    cases = [(layout, 8, SILU) for layout in layouts]
-    cases.append((expert_layout(FORMATS["mxfp4"], 2880, 2880, bias=True), 4, GPT_OSS))
+def launch_scaled(names: list[str]) -> None:
+    """Experts of Qwen3-30B-A3B and a dense matrix in some formats, and gpt-oss' experts."""
+    ops, i32, i64, f32 = CudaOps(), torch.int32, torch.int64, torch.float32
+    cases = [(expert_layout(FORMATS[name], 2048, 768), 8, SILU, (1, 2048)) for name in names]
+    cases.append((expert_layout(FORMATS["mxfp4"], 2880, 2880, bias=True), 4, GPT_OSS, (8,)))
     address = tensor(128, dtype=i64)
-    for layout, K, activation in cases:
-        for T in (1, 8, 2048):
+    for layout, K, activation, sizes in cases:
+        for T in sizes:
             routes = tensor(T, K, dtype=i32), tensor(T, K, dtype=f32)
-            fill = address if T == 1 else None
+            fill = address if T <= 8 else None
             ops.moe(tensor(T, layout.hidden), *routes, address, layout, activation, fill)
+    for name in names[:2]:
+        packed, num_bytes = matrix_layout(FORMATS[name], 5120, 2048)
+        weight = PackedMatrix(packed, tensor(num_bytes, dtype=torch.uint8))
+        for T in (4, 64):
+            ops.linear(tensor(T, 2048), weight, None, f32)
 
 
 def launch_delta(ops: CudaOps) -> None:
@@ -180,6 +190,8 @@ def launch_division() -> None:
 def main() -> None:
     launch_everything()
     launch_division()
+    oldest = "86" in sys.argv  # has the fewest conversions of all
+    launch_scaled([f.name for f in scaled_formats()] if oldest else ["fp8", "nvfp4"])
     for capability in map(int, sys.argv[1:]):
         for kernel, held, options in launched.values():
             target = GPUTarget("cuda", capability, 32)
