@@ -91,8 +91,9 @@ class HostTier:
         there = range(first + len(run.pages) - num_pages, first + len(run.pages))
         ids = run.ids()
         rank = rank_of_pages(run.end, run.chance, run.branches, run.used)
-        self._make_room(len(self._lacking(ids, there)), rank)
-        lacking = self._lacking(ids, there)  # anew: some of it may just have been evicted
+        lacking = self.tree.lacking(ids, there)
+        if self._make_room(len(lacking), rank):
+            lacking = self.tree.lacking(ids, there)  # anew: some of it may just have gone
         new = self.pool.allocate(min(len(lacking), self.pool.free)) or []
         end = there.stop if len(new) == len(lacking) else lacking[len(new)]
         if end == there.start:
@@ -100,28 +101,26 @@ class HostTier:
         at = dict(zip(lacking, new))
         self._kv.save([run.pages[i - first] for i in at], [self._memory.row(p) for p in new])
         self.pages_saved += len(new)
-        self.tree.fill(ids, at)
-        known = self.tree.pages_of(ids)[:end]
+        known = self.tree.filled(ids, at)[:end]
         rest = array("i", [at.get(i, GHOST) for i in range(len(known), end)])
         self._moment = run.used
         ids = ids[: end * self._page_tokens]
         self.tree.insert(ids, known + rest, ends=True, chance=run.chance)
         self.pool.release(new)
         left = run.begin + (len(run.pages) - num_pages) * self._page_tokens
-        going = (run.anchors[p] for p in sorted(run.anchors) if left < p <= len(ids))
-        self.book.take_back(ids, going)
+        if going := [run.anchors[p] for p in sorted(run.anchors) if left < p <= len(ids)]:
+            self.book.take_back(ids, going)
 
-    def _lacking(self, ids: array[int], there: range) -> list[int]:
-        here = self.tree.pages_of(ids)
-        return [i for i in there if i >= len(here) or here[i] == GHOST]
-
-    def _make_room(self, num_pages: int, rank: float) -> None:
-        """As far as what is here is worth less."""
+    def _make_room(self, num_pages: int, rank: float) -> bool:
+        """As far as what is here is worth less; whether something has gone."""
         self._memory.want(self.pool.held + num_pages)
         self._settle()
+        gone = False
         while num_pages > self.pool.free:
             if not self.tree.evict(num_pages - self.pool.free, below=rank):
-                return
+                break
+            gone = True
+        return gone
 
     # ---- and back
 
@@ -129,19 +128,10 @@ class HostTier:
         """What goes on behind so many whole pages, up to ``limit`` tokens; None: nothing."""
         self._settle()
         self._moment = self._clock()
-        pages, part, _ = self.tree.match(ids, limit)
-        end = known_pages
-        while end < len(pages) and pages[end] != GHOST:
-            end += 1
-        found, tokens = pages[known_pages:end], end * self._page_tokens
-        self.pool.release(pages[:known_pages] + pages[max(end, known_pages) :])
-        if part and part.page != GHOST and end == len(pages):
-            found.append(part.page)
-            tokens += part.tokens
-        elif part:
-            self.pool.release((part.page,))
+        found, tokens = self.tree.behind(ids, known_pages, limit)
         if not found:
             return None
+        self.pool.retain(found)
         runs = self.tree.path(ids[:tokens])
         standing = (run.anchors[p] for run in runs for p in sorted(run.anchors) if p <= tokens)
         return Found(found, tokens, max(run.chance for run in runs), tuple(standing))
@@ -235,19 +225,46 @@ class _HostPool(PagePool):
 
 
 class _HostTree(PrefixTree):
-    def pages_of(self, ids: array[int]) -> array[int]:
-        """Whole pages of a known beginning, ghosts among them."""
-        return self._pages(self._path(ids, len(ids) // self._page_tokens))
-
-    def fill(self, ids: array[int], at: Mapping[int, int]) -> None:
-        """Put pages, by their place in ``ids``, where ghosts are."""
-        first = 0
+    def lacking(self, ids: array[int], there: range) -> list[int]:
+        """Which pages of ``ids`` are ghosts or not known."""
+        found, first = [], 0
         for node, agreed in self._path(ids, len(ids) // self._page_tokens):
-            for i in range(agreed):
-                if node.pages[i] == GHOST and (page := at.get(first + i)) is not None:
-                    self._pool.keep(page)
-                    node.pages[i] = page
+            within = range(max(there.start, first), min(there.stop, first + agreed))
+            found += [i for i in within if node.pages[i - first] == GHOST]
             first += agreed
+        return [*found, *range(max(there.start, first), there.stop)]
+
+    def filled(self, ids: array[int], at: Mapping[int, int]) -> array[int]:
+        """Whole pages of a known beginning, in which those of ``at``, by place, replace ghosts."""
+        first, path = 0, self._path(ids, len(ids) // self._page_tokens)
+        for node, agreed in path:
+            for i, page in at.items():
+                if first <= i < first + agreed:
+                    assert node.pages[i - first] == GHOST, i
+                    self._pool.keep(page)
+                    node.pages[i - first] = page
+            first += agreed
+        return self._pages(path)
+
+    def behind(
+        self, ids: array[int], known_pages: int, limit: int | None
+    ) -> tuple[array[int], int]:
+        """What follows so many pages up to a ghost, and up to which token; counts as their use."""
+        most = self._most_tokens(ids, limit)
+        path = self._path(ids, most // self._page_tokens)
+        found, first = array("i"), 0
+        for node, agreed in path:
+            found.extend(node.pages[max(0, known_pages - first) : agreed])
+            first += agreed
+        part = self._part(path, ids, first * self._page_tokens, most)
+        self._touch(path)
+        if GHOST in found:
+            del found[found.index(GHOST) :]
+            return found, (known_pages + len(found)) * self._page_tokens
+        if first < known_pages or part is None or part[2] == GHOST:
+            return found, first * self._page_tokens
+        found.append(part[2])
+        return found, first * self._page_tokens + part[1]
 
     def clear(self) -> int:
         freed = 0

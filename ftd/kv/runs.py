@@ -53,7 +53,10 @@ class Run:
         while at.parent is not None:
             parts.append(at.tokens)
             at = at.parent
-        return sum(reversed(parts), array("i"))
+        ids = array("i")
+        for tokens in reversed(parts):
+            ids.extend(tokens)
+        return ids
 
     def adopt(self, key: bytes, child: Run) -> None:
         if key not in self.children:
