@@ -61,6 +61,7 @@ class CudaBench:
     ) -> None:
         self.key, self.gpu_name, self.expert_bytes = key, gpu_name, layout.payload_bytes
         self.experts_per_token = experts_per_token
+        self.prefetch_bytes = cpu.prefetch_bytes if cpu else None
         self.has_link, self.has_cpu = pinned, cpu is not None and division.cpu is not None
         self._division, self._layout = division, layout
         self._host, self._device, self._act = host, device, act

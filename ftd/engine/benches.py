@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import structlog
 import torch
 
 from ftd.config import Config
@@ -20,9 +21,15 @@ from ftd.kernels.cpu.native import NativeOps
 from ftd.kernels.ops import Ops
 from ftd.memory.machine import processor_name
 from ftd.model.spec import ModelSpec, MoeSpec
+from ftd.units import MiB
 
 if TYPE_CHECKING:
     from ftd.engine.loading import Prepared
+
+log = structlog.get_logger(__name__)
+
+TUNE_FROM_BYTES = 512 * MiB  # a smaller pool tells nothing of prefetching, and needs none
+TUNE_S = 1.0
 
 
 def on_cpu(
@@ -65,6 +72,31 @@ def on_gpu(
     )
     divides = cpu is not None and plan.num_slots < plan.num_experts
     return Profiling(bench, experts, ProfileStore(config.profile_dir), calibrates=divides)
+
+
+def tune_cpu(
+    config: Config, prepared: Prepared, pool: HostPool, act: torch.dtype, ops: Ops
+) -> None:
+    """Set how far ahead the C++ kernels ask for weights, where the pool is larger than the caches.
+
+    As the stored profile says, or as a second of trying finds.
+    """
+    if not isinstance(ops, NativeOps) or pool.num_bytes < TUNE_FROM_BYTES:
+        return
+    known = ProfileStore(config.profile_dir).find(_key(prepared, ops))
+    if known and known.prefetch_bytes:
+        ops.set_prefetch(prepared.layout, *known.prefetch_bytes)
+        log.info("kernels.tuned", prefetch_bytes=known.prefetch_bytes)
+        return
+    addresses = torch.cat([pool.addresses(layer) for layer in prepared.spec.moe_layers])
+    of = _moe(prepared.spec).experts_per_token
+    found = ops.calibrate(prepared.layout, addresses, act, of, TUNE_S)
+    log.info(
+        "kernels.calibrated",
+        prefetch_bytes=found.prefetch_bytes,
+        expert_gb_per_s=[round(rate / 1e9, 1) for rate in found.expert_bytes_per_s],
+        read_gb_per_s=round(found.read_bytes_per_s / 1e9, 1),
+    )
 
 
 def _cpu_bench(prepared: Prepared, pool: HostPool, act: torch.dtype, ops: Ops) -> CpuBench:

@@ -38,7 +38,7 @@ from ftd.cuda.pinned import register
 from ftd.cuda.residency import CudaExperts
 from ftd.cuda.states import CudaStates
 from ftd.engine.api import EngineLimits
-from ftd.engine.benches import on_cpu, on_gpu
+from ftd.engine.benches import on_cpu, on_gpu, tune_cpu
 from ftd.engine.core import EngineCore, StepExperts
 from ftd.engine.cuda_runner import CudaRunner
 from ftd.engine.profiling import Profiling
@@ -62,13 +62,9 @@ from ftd.model.architecture import Architecture, Model
 from ftd.model.registry import architecture_for
 from ftd.model.spec import ModelSpec, MoeSpec
 from ftd.schedule.policy import Limits
-from ftd.units import MiB
 
 log = structlog.get_logger(__name__)
 
-# A pool that fits into caches tells nothing of prefetching, and needs none.
-CALIBRATE_FROM_BYTES = 512 * MiB
-CALIBRATE_S = 1.0
 PARK_BESIDE_GPU_US = 1000  # of workers: some layers ask nothing, and waking takes 50 µs
 
 _loads = itertools.count(1)
@@ -309,7 +305,7 @@ def _on_cpu(
         undo.callback(kv.states.close)
     experts = ExpertRuntime(spec, prepared.layout, pool, ops, plan.num_slots)
     undo.callback(experts.close)
-    _calibrate(ops, pool, prepared, dtype)
+    tune_cpu(config, prepared, pool, dtype, ops)
     profiling = on_cpu(config, prepared, pool, dtype, ops, experts)
     return _Parts(ops.name, model, kv, experts, CpuRunner(model, kv), profiling)
 
@@ -433,7 +429,7 @@ def _cpu_experts(
         ops.pool.place(address, num_bytes, node)
     moe = _moe(prepared.spec)
     if prepared.plan.num_slots < prepared.plan.num_experts:
-        _calibrate(ops, pool, prepared, dtype)
+        tune_cpu(config, prepared, pool, dtype, ops)
     records = torch.stack([pool.addresses(layer) for layer in prepared.spec.moe_layers])
     cpu = CpuExperts(
         ops,
@@ -485,20 +481,3 @@ def _ops(config: Config, pool: HostPool, undo: ExitStack) -> Ops:
     for address, num_bytes, node in pool.node_ranges():
         ops.pool.place(address, num_bytes, node)
     return ops
-
-
-def _calibrate(ops: Ops, pool: HostPool, prepared: Prepared, dtype: torch.dtype) -> None:
-    """Let the kernels find their prefetch distance, where the pool is larger than the caches."""
-    if not isinstance(ops, native.NativeOps) or pool.num_bytes < CALIBRATE_FROM_BYTES:
-        return
-    spec = prepared.spec
-    addresses = torch.cat([pool.addresses(layer) for layer in spec.moe_layers])
-    found = ops.calibrate(
-        prepared.layout, addresses, dtype, _moe(spec).experts_per_token, CALIBRATE_S
-    )
-    log.info(
-        "kernels.calibrated",
-        prefetch_bytes=found.prefetch_bytes,
-        expert_gb_per_s=[round(rate / 1e9, 1) for rate in found.expert_bytes_per_s],
-        read_gb_per_s=round(found.read_bytes_per_s / 1e9, 1),
-    )

@@ -46,6 +46,7 @@ class CpuBench:
         self._ops, self._layout, self._address = ops, layout, address
         self._act, self._activation = act, activation
         self._random = np.random.default_rng(0)
+        self.prefetch_bytes = ops.prefetch_bytes if isinstance(ops, NativeOps) else None
 
     def cpu_s(self, rows: int, experts: int, seconds: float) -> float:
         found: list[float] = []

@@ -29,6 +29,7 @@ class Bench(Protocol):
     gpu_name: str  # "": the CPU device
     expert_bytes: int
     experts_per_token: int  # at most so many at once
+    prefetch_bytes: tuple[int, int] | None  # as the C++ kernels have it now
     has_link: bool  # the GPU can read the host pool
     has_cpu: bool
 
@@ -75,7 +76,7 @@ class Effort:
 
 
 FULL = Effort(BATCHES, (1, 2, 4, 8), rounds=3, slice_s=0.03)
-QUICK = Effort((1,), (1, 8), rounds=1, slice_s=0.04)
+QUICK = Effort((1,), (1, 8), rounds=1, slice_s=0.02)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +210,7 @@ def _profile(
         cpu_row_s=only(_Task("rows")) or 0.0,
         handshake_s=only(_Task("handshake")) or 0.0,
         measured_at=now,
+        prefetch_bytes=bench.prefetch_bytes,
         gpu_name=bench.gpu_name,
         quick=effort is QUICK,
     )

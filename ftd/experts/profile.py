@@ -62,6 +62,7 @@ class Profile:
     cpu_row_s: float = 0.0  # one token of one expert on the CPU, among many; 0: not measured
     handshake_s: float = 0.0  # of the CPU's fixed time: what asking adds to its work
     measured_at: float = 0.0  # unix time
+    prefetch_bytes: tuple[int, int] | None = None  # of the C++ kernels: one token, several
     gpu_name: str = ""  # for people
     quick: bool = False  # a calibration at the start: few samples, one batch size
 
@@ -159,8 +160,11 @@ def from_json(text: str) -> Profile:
         raise ValueError(f"not a profile of version {VERSION}")
     try:
         figures = tuple(_figures(f) for f in values.pop("figures"))
-        profile = _build(Profile, {**values, "key": _build(Key, values["key"]), "figures": figures})
-    except (KeyError, TypeError, AttributeError) as error:
+        ahead = values.get("prefetch_bytes")
+        values |= {"key": _build(Key, values["key"]), "figures": figures}
+        values["prefetch_bytes"] = None if ahead is None else (ahead[0], ahead[1])
+        profile = _build(Profile, values)
+    except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"a field is missing or wrong: {error}") from None
     _refuse_absurd(profile)
     return profile
@@ -185,10 +189,12 @@ def _refuse_absurd(profile: Profile) -> None:
     numbers = [n for line in lines for n in (line.experts_per_s, line.fixed_s)]
     numbers += [f.fixed_s for f in profile.figures if f.fixed_s is not None]
     numbers += [profile.read_bytes_per_s, profile.handshake_s, profile.measured_at]
-    numbers += [profile.cpu_row_s]
+    numbers += [profile.cpu_row_s, *(profile.prefetch_bytes or ())]
     for number in (*shares, *numbers, profile.expert_bytes, *batches):
         if not isinstance(number, int | float) or not math.isfinite(number) or number < 0:
             raise ValueError(f"{number!r} is no time, rate or share")
+    if not all(isinstance(n, int) and n < 2**20 for n in profile.prefetch_bytes or ()):
+        raise ValueError(f"prefetch_bytes are {profile.prefetch_bytes}")
     if not all(0 < share <= 1 for share in shares) or profile.expert_bytes < 1:
         raise ValueError(f"shares are {shares}, expert_bytes {profile.expert_bytes}")
     names = (profile.key.gpu, profile.key.cpu, profile.key.experts, profile.gpu_name)

@@ -294,6 +294,7 @@ class NativeOps(ComposedOps):
         assert self._ops, isa
         # what the library is told of objects, by id: hashing a layout would cost as much as a call
         self._told: dict[int, tuple[object, Structure]] = {}
+        self.prefetch_bytes: tuple[int, int] | None = None  # as set last; None: as built in
 
     @property
     def handle(self) -> int:
@@ -580,6 +581,7 @@ class NativeOps(ComposedOps):
 
     def set_prefetch(self, layout: ExpertLayout, one_bytes: int, several_bytes: int) -> None:
         """How far ahead weights of this format are asked for, with one token and with several."""
+        self.prefetch_bytes = one_bytes, several_bytes
         for several, distance in enumerate((one_bytes, several_bytes)):
             for code in {matrix.format.code for matrix in layout.matrices.values()}:
                 self._c.ftd_ops_prefetch(self._ops, code, several, distance)

@@ -12,6 +12,7 @@ from ftd.errors import Busy, ConfigError
 from ftd.experts.measure import Slice
 from ftd.experts.profile import Figures, Key, Line, Profile
 from ftd.experts.profile_store import ProfileStore
+from ftd.kernels.cpu import native
 
 KEY = Key("GPU-1", "a processor", 14, "bf16 2048x768")
 FIGURES = Figures(1, Line(5000.0, 3e-6), Line(10_000.0, 1e-6))
@@ -22,6 +23,7 @@ class Fast:
     """A bench that knows its machine."""
 
     key, gpu_name, expert_bytes, experts_per_token = KEY, "a GPU", 1000, 4
+    prefetch_bytes = None
     has_link = has_cpu = has_hits = True
     closed = 0
 
@@ -167,6 +169,28 @@ def test_an_engine_measures_between_its_steps(script_model_dir, tmp_path):
         profiling.store.save(found)
     with engine_core(script_model_dir, profile_dir=tmp_path) as core:
         assert core.profiling.profile == found
+
+
+def test_kernels_are_tuned_once_for_all_starts(script_model_dir, tmp_path, monkeypatch):
+    if native.unavailable_reason() is not None:
+        pytest.skip("the C++ kernels are not built")
+    monkeypatch.setattr("ftd.engine.benches.TUNE_FROM_BYTES", 1)
+    monkeypatch.setattr("ftd.engine.benches.TUNE_S", 0.01)
+    tried = []
+    calibrate = native.NativeOps.calibrate
+
+    def watched(ops, *args):
+        tried.append(calibrate(ops, *args).prefetch_bytes)
+        return calibrate(ops, *args)
+
+    monkeypatch.setattr(native.NativeOps, "calibrate", watched)
+    with engine_core(script_model_dir, profile_dir=tmp_path) as core:
+        profiling = core.profiling
+        profile = replace(PROFILE, key=profiling._bench.key, prefetch_bytes=(8192, 2048))
+        assert len(tried) == 1 and profiling._bench.prefetch_bytes is not None
+        profiling.store.save(profile)
+    with engine_core(script_model_dir, profile_dir=tmp_path) as core:
+        assert len(tried) == 1 and core.profiling._bench.prefetch_bytes == (8192, 2048)
 
 
 def test_an_engine_without_experts_to_divide_says_so():

@@ -23,7 +23,7 @@ KEY = Key("", "a processor", 2, "bf16 64x32")
 class Scripted:
     """A machine whose times are known, with noise on every seventh sample."""
 
-    key, gpu_name, expert_bytes = KEY, "a GPU", 1000
+    key, gpu_name, expert_bytes, prefetch_bytes = KEY, "a GPU", 1000, (2048, 0)
 
     def __init__(self, *, link=True, cpu=True, hits=True, most=8):
         self.has_link, self.has_cpu, self.has_hits, self.experts_per_token = link, cpu, hits, most
@@ -89,6 +89,7 @@ def test_rates_of_a_known_machine_come_out_again():
     assert (profile.handshake_s, profile.read_bytes_per_s) == (5e-6, 7e9)
     assert (profile.measured_at, profile.quick, profile.key) == (123.0, False, KEY)
     assert (profile.gpu_name, profile.cpu_row_s) == ("a GPU", 20e-6)
+    assert profile.prefetch_bytes == (2048, 0)
     assert [s.done for s in slices] == list(range(1, slices[0].of + 1)) and slices[-1].of == len(
         slices
     )

@@ -30,7 +30,12 @@ FIGURES = Figures(
     1, Line(5393.0, 3e-6), Line(11740.0, 37e-6), Line(350_000.0, 1e-6), 0.97, 0.88, 52e-6
 )
 PROFILE = Profile(
-    KEY, BYTES, (FIGURES, replace(FIGURES, batch=4, fixed_s=85e-6)), 130e9, measured_at=1.7e9
+    KEY,
+    BYTES,
+    (FIGURES, replace(FIGURES, batch=4, fixed_s=85e-6)),
+    130e9,
+    measured_at=1.7e9,
+    prefetch_bytes=(8192, 2048),
 )
 
 
@@ -118,6 +123,9 @@ def test_json_comes_back_equal():
         {"expert_bytes": 0},
         {"handshake_s": float("nan")},
         {"read_bytes_per_s": "fast"},
+        {"prefetch_bytes": [1]},
+        {"prefetch_bytes": [0, 2**40]},
+        {"prefetch_bytes": "far"},
     ],
 )
 def test_what_is_no_profile_is_refused(change):
