@@ -72,31 +72,17 @@ class DecodeInput:
                 host[:, i] = row.position, row.source, row.target, row.token
 
 
-class PageRows:
-    """Page tables of the rows, on the CPU.
-
-    A sequence's list of pages is compared with the one that stands here already, and only what has
-    come behind it is converted: with 100,000 tokens of context a row has 6,000 of them.
-    """
-
-    def __init__(self, batch: int, most_pages: int, page_stride: int = 1) -> None:
-        self.table = torch.zeros(batch, most_pages, dtype=torch.int32)
-        self._stride = page_stride
-        self._pages: list[list[int]] = [[] for _ in range(batch)]
-
-    def fill(self, rows: Sequence[DecodeRow | None]) -> bool:
-        """Bring the table up to date; False: it was."""
-        changed = False
-        for i, row in enumerate(rows):
-            if row is None or row.pages == self._pages[i]:
-                continue
-            known, pages = self._pages[i], list(row.pages)
-            same = len(known) if pages[: len(known)] == known else 0
-            new = np.asarray(pages[same:], np.int32) * self._stride
-            self.table.numpy()[i, same : len(pages)] = new
-            self._pages[i] = pages
+def fill_pages(table: torch.Tensor, rows: Sequence[DecodeRow | None], page_stride: int = 1) -> bool:
+    """Bring a page table [B, M] int32 up to date; False: it was."""
+    changed = False
+    for known, row in zip(table.numpy(), rows):
+        if row is None:
+            continue
+        pages = np.asarray(row.pages, np.int32) * page_stride
+        if not np.array_equal(known[: len(pages)], pages):
+            known[: len(pages)] = pages
             changed = True
-        return changed
+    return changed
 
 
 class DecodeGraph:
@@ -121,15 +107,15 @@ class DecodeGraph:
         in_flight: int = 2,
     ) -> None:
         self.batch = batch
-        self._page_tokens = page_tokens
+        self._page_tokens, self._page_stride = page_tokens, page_stride
         self._scratch_page = scratch_page * page_stride
         self._forward = forward
         self._host = DecodeInput(batch)
         self._input = DecodeInput(batch, device)
         self._send = Upload(self._input.block)
         self._send_following = Upload(self._input.without_ids)
-        self._pages = PageRows(batch, most_pages, page_stride)
-        self._table = self._pages.table.to(device, copy=True)
+        self._host_table = torch.zeros(batch, most_pages, dtype=torch.int32)
+        self._table = self._host_table.to(device)
         self._send_table = Upload(self._table)
         self._sequence = torch.arange(batch, dtype=torch.int32, device=device)
         self._rows = torch.arange(batch, device=device)
@@ -168,8 +154,8 @@ class DecodeGraph:
             self._send_following.send(self._host.without_ids)
         else:
             self._send.send(self._host.block)
-        if self._pages.fill(rows):
-            self._send_table.send(self._pages.table)
+        if fill_pages(self._host_table, rows, self._page_stride):
+            self._send_table.send(self._host_table)
         if self._graph is not None:
             self._graph.replay()
         else:
