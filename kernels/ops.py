@@ -99,8 +99,12 @@ class Ops(Protocol):
         interleaved: bool = False,
     ) -> torch.Tensor: ...
 
-    def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) · up in float32, rounded to the inputs' dtype."""
+    def silu_mul(
+        self,
+        gate: torch.Tensor,  # [T, I] act, rows of any stride
+        up: torch.Tensor,
+    ) -> torch.Tensor:  # [T, I] act
+        """silu(gate) · up in float32, rounded."""
         ...
 
     # The rest is composed of the above (``kernels.composed``): one kernel each on a GPU.

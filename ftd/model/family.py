@@ -199,8 +199,7 @@ def mlp_tensors(at: str, hidden: int, inner: int) -> Shapes:
 def dense_mlp(dense: DenseWeights, at: str) -> DenseMlp:
     return DenseMlp(
         dense.ops,
-        gate=dense.linear(f"{at}.gate_proj"),
-        up=dense.linear(f"{at}.up_proj"),
+        dense.fused([f"{at}.gate_proj", f"{at}.up_proj"]),
         down=dense.linear(f"{at}.down_proj", torch.float32),
     )
 

@@ -162,12 +162,12 @@ class DenseMlp:
     """down(silu(gate x) · up x)"""
 
     ops: Ops
-    gate: Linear
-    up: Linear
+    gate_up: Linear | Joined
     down: Linear
 
     def __call__(self, x: torch.Tensor, run: Pass) -> torch.Tensor:
-        return self.down(self.ops.silu_mul(self.gate(x), self.up(x)))
+        gate, up = self.gate_up(x).chunk(2, dim=1)
+        return self.down(self.ops.silu_mul(gate, up))
 
 
 @dataclass(slots=True, eq=False)

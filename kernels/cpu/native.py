@@ -527,7 +527,7 @@ class NativeOps(ComposedOps):
 
     def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         assert gate.shape == up.shape and gate.dtype == up.dtype, (gate.shape, up.shape)
-        assert gate.is_contiguous() and up.is_contiguous(), (gate.stride(), up.stride())
+        gate, up = gate.contiguous(), up.contiguous()  # copies of several rows' halves
         y = torch.empty_like(gate)
         fault = self._c.ftd_silu_mul(
             self._ops,

@@ -83,19 +83,26 @@ def _launch_norm(
 
 
 @triton.jit
-def _silu_mul_kernel(gate, up, y, size, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < size
-    g = tl.load(gate + i, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + i, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + i, (g / (1.0 + tl.exp(-g)) * u).to(y.dtype.element_ty), mask=inside)
+def _silu_mul_kernel(gate, up, y, gate_stride, up_stride, I: tl.constexpr, BLOCK: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < I
+    g = tl.load(gate + t * gate_stride + i, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + t * up_stride + i, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + t * I + i, (g / (1.0 + tl.exp(-g)) * u).to(y.dtype.element_ty), mask=inside)
 
 
-def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    assert gate.shape == up.shape and gate.is_contiguous() and up.is_contiguous(), gate.shape
-    y = torch.empty_like(gate)
-    if size := gate.numel():
-        _silu_mul_kernel[(triton.cdiv(size, 1024),)](gate, up, y, size, BLOCK=1024, num_warps=4)
+def silu_mul(
+    gate: torch.Tensor,  # [T, I] any float, rows of any stride
+    up: torch.Tensor,
+) -> torch.Tensor:  # [T, I]
+    (T, I), block = gate.shape, 1024
+    assert gate.shape == up.shape and gate.stride(1) == up.stride(1) == 1, gate.stride()
+    y = torch.empty(T, I, dtype=gate.dtype, device=gate.device)
+    if T:
+        _silu_mul_kernel[(T, triton.cdiv(I, block))](
+            gate, up, y, gate.stride(0), up.stride(0), I=I, BLOCK=block, num_warps=4
+        )
     return y
 
 

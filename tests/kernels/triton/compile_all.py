@@ -118,7 +118,8 @@ def launch_everything() -> None:
             tensor(4, N + 2 * NKV, D), N, (norm, norm), 1e-6, turn, interleaved, place, k, k
         )
     ops.write_kv(tensor(4, NKV, D), tensor(4, NKV, D), place, k, k)
-    ops.silu_mul(tensor(4, 6144), tensor(4, 6144))
+    for T in (1, 4):
+        ops.silu_mul(*tensor(T, 12288).chunk(2, dim=1))
     ops.route(tensor(4, 128, dtype=f32), 8, True)
     ops.route(tensor(4, 512, dtype=f32), 10, False)
     for V in (151936, 248320):
