@@ -27,7 +27,7 @@ from .scaled import (
     stored,
     unit_tile,
 )
-from .tiles import add_dot, weights
+from .tiles import add_dot, scale_at, weights
 
 MAX_GEMV_ROWS = 8
 GEMV_ROWS, GEMV_COLUMNS = 4, 2048  # of the matrix, that a program holds at a time
@@ -65,8 +65,10 @@ def _dot_kernel(
     columns: tl.constexpr = M.columns
     record = data.to(tl.int64)
     row = (tl.program_id(1) * BM + tl.arange(0, BM)).to(tl.int64)
-    n = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
+    first_n = tl.program_id(0).to(tl.int64) * BN
+    n = first_n + tl.arange(0, BN)
     acc = tl.zeros([BM, BN], tl.float32)
+    scale = scale_at(record, n, first_n, 0, M, BK)
     for start in tl.range(0, columns, BK, num_stages=STAGES):
         c = start + tl.arange(0, BK)
         a = tl.load(
@@ -74,8 +76,10 @@ def _dot_kernel(
             mask=(row < T)[:, None] & (c < columns)[None, :],
             other=0.0,
         )
-        w = weights(record, n, start, M, ALIGN, BK, DOT)
-        acc = add_dot(acc, a.to(DOT.dtype), w, record, n, start, M, DOT)
+        w = weights(record, n, scale, start, M, ALIGN, BK, DOT)
+        next_scale = scale_at(record, n, first_n, start + BK, M, BK)
+        acc = add_dot(acc, a.to(DOT.dtype), w, scale, M, DOT)
+        scale = next_scale
     acc = finish(acc, record, record, False, n, M, False)
     if HAS_BIAS:
         acc += tl.load(bias + n, mask=n < M.rows, other=0.0).to(tl.float32)[None, :]

@@ -26,7 +26,7 @@ from .activate import activate
 from .group import group
 from .moe_decode import alignment, combine
 from .scaled import dot_type, finish, stored
-from .tiles import add_dot, weights
+from .tiles import add_dot, scale_at, weights
 
 
 @triton.jit
@@ -46,19 +46,25 @@ def _gate_up_kernel(
         at = tl.load(block_begin + block) + tl.arange(0, BM)
         used = at < tl.load(block_end + block)
         row = tl.load(route + at, mask=used, other=0) // K
-        n = tl.program_id(0) % tiles * BN + tl.arange(0, BN)
+        first_n = tl.program_id(0) % tiles * BN
+        n = first_n + tl.arange(0, BN)
         acc_gate = tl.zeros([BM, BN], tl.float32)
         acc_up = tl.zeros([BM, BN], tl.float32)
+        gate_scale = scale_at(record, n, first_n, 0, G, BK)
+        up_scale = scale_at(record, n, first_n, 0, U, BK)
         for start in tl.range(0, H, BK, num_stages=STAGES):
             c = start + tl.arange(0, BK)
             a = tl.load(
                 x + row[:, None] * H + c[None, :], mask=used[:, None] & (c < H)[None, :], other=0.0
             )
-            g = weights(record, n, start, G, ALIGN, BK, DOT)
-            u = weights(record, n, start, U, ALIGN, BK, DOT)
+            g = weights(record, n, gate_scale, start, G, ALIGN, BK, DOT)
+            u = weights(record, n, up_scale, start, U, ALIGN, BK, DOT)
+            next_gate = scale_at(record, n, first_n, start + BK, G, BK)
+            next_up = scale_at(record, n, first_n, start + BK, U, BK)
             a = a.to(DOT.dtype)
-            acc_gate = add_dot(acc_gate, a, g, record, n, start, G, DOT)
-            acc_up = add_dot(acc_up, a, u, record, n, start, U, DOT)
+            acc_gate = add_dot(acc_gate, a, g, gate_scale, G, DOT)
+            acc_up = add_dot(acc_up, a, u, up_scale, U, DOT)
+            gate_scale, up_scale = next_gate, next_up
         acc_gate = finish(acc_gate, record, record, False, n, G, False)
         acc_up = finish(acc_up, record, record, False, n, U, False)
         value = activate(acc_gate, acc_up, A)
@@ -85,15 +91,19 @@ def _down_kernel(
         record = tl.load(address + expert)
         at = tl.load(block_begin + block) + tl.arange(0, BM)
         used = at < tl.load(block_end + block)
-        n = tl.program_id(0) % tiles * BN + tl.arange(0, BN)
+        first_n = tl.program_id(0) % tiles * BN
+        n = first_n + tl.arange(0, BN)
         acc = tl.zeros([BM, BN], tl.float32)
+        scale = scale_at(record, n, first_n, 0, D, BK)
         for start in tl.range(0, I, BK, num_stages=STAGES):
             c = start + tl.arange(0, BK)
             a = tl.load(
                 h + at[:, None] * I + c[None, :], mask=used[:, None] & (c < I)[None, :], other=0.0
             )
-            w = weights(record, n, start, D, ALIGN, BK, DOT)
-            acc = add_dot(acc, a.to(DOT.dtype), w, record, n, start, D, DOT)
+            w = weights(record, n, scale, start, D, ALIGN, BK, DOT)
+            next_scale = scale_at(record, n, first_n, start + BK, D, BK)
+            acc = add_dot(acc, a.to(DOT.dtype), w, scale, D, DOT)
+            scale = next_scale
         acc = finish(acc, record, record, False, n, D, False)
         to = tl.load(route + at, mask=used, other=0)
         tl.store(y + to[:, None] * H + n[None, :], acc, mask=used[:, None] & (n < H)[None, :])

@@ -253,14 +253,14 @@ def finish(acc, record, to, store, row, M: tl.constexpr, FILL: tl.constexpr):
 
 
 @triton.jit
-def load_tile(record, row, first, M: tl.constexpr, UNITS: tl.constexpr, DOT: tl.constexpr):
+def load_tile(record, row, scale, first, M: tl.constexpr, UNITS: tl.constexpr, DOT: tl.constexpr):
     """A tile for ``tl.dot``, [U * unit, R] of type ``DOT``, which must hold its values exactly.
 
-    It lacks what ``scale_of_tile`` and ``finish`` multiply with.
+    Args:
+        scale: of ``tile_scale``; of e4m3 it is still to be multiplied.
     """
     number = numbers_of(load_units(record, record, False, row, first, M, UNITS, False), M)
     if M.bits == 4:
-        scale = load_scales(record, record, False, row, first, M, UNITS, False)
         number = tl.reshape(number, [row.shape[0], UNITS * M.groups, M.unit // M.groups])
         number = number * scale[:, :, None]
     flat = tl.reshape(number, [row.shape[0], UNITS * M.unit])
@@ -268,11 +268,19 @@ def load_tile(record, row, first, M: tl.constexpr, UNITS: tl.constexpr, DOT: tl.
 
 
 @triton.jit
-def scale_of_tile(record, row, first, M: tl.constexpr):
-    """Of fp8's columns from ``first`` unit on, [R] float32; a tile stays within 128 columns."""
-    tiles = matrix(record + M.scales, tl.float32, UNIT_BYTES)
-    place = (row // 128) * M.across + first * M.unit // 128
-    return tl.load(tiles + place, mask=row < M.rows, other=0.0) * LIFT_E4M3
+def tile_scale(record, row, first_row, first, M: tl.constexpr, UNITS: tl.constexpr):
+    """Of ``load_tile``, to be read while an earlier tile is multiplied.
+
+    Of four bits one for each group; of fp8 one, as a tile stays within 128 rows and columns.
+    """
+    scale = 0.0
+    if M.bits == 4:
+        scale = load_scales(record, record, False, row, first, M, UNITS, False)
+    elif M.kind == FP8:
+        place = first_row // 128 * M.across + first * M.unit // 128
+        tiles = matrix(record + M.scales, tl.float32, UNIT_BYTES)
+        scale = tl.load(tiles + place, mask=first < M.units, other=0.0) * LIFT_E4M3
+    return scale
 
 
 def unit_tile(rows: int, columns: int, matrix: Stored) -> tuple[int, int]:
