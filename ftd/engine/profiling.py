@@ -154,8 +154,10 @@ class Profiling:
             owner: the same in every call of one measurement; the first begins it.
         Raises:
             Busy: another one is under way.
+            ConfigError: what is measured could not be kept.
         """
         if self._owner is None:
+            self.store.prepare()
             self._owner, self._measuring = owner, measure(self._bench, FULL, self._clock())
         if self._owner is not owner:
             raise Busy("a measurement is under way", hint="wait for it; ftctl watch shows it")

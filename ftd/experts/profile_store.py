@@ -36,7 +36,7 @@ class ProfileStore:
         try:
             with path.open("rb") as file:
                 profile = from_json(file.read(MOST_BYTES).decode())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as error:
             log.warning("profile.left_out", path=str(path), reason=str(error))
@@ -45,6 +45,19 @@ class ProfileStore:
             log.warning("profile.left_out", path=str(path), reason=f"it is of {profile.key}")
             return None
         return profile
+
+    def prepare(self) -> None:
+        """Make the folder, before a measurement that could not be kept.
+
+        Raises:
+            ConfigError: it cannot be written to.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder):
+                pass
+        except OSError as error:
+            raise self._refusal(error) from error
 
     def save(self, profile: Profile) -> Path:
         """Raises ConfigError: the folder cannot be written to."""
@@ -63,8 +76,11 @@ class ProfileStore:
                     Path(name).unlink()
                 raise
         except OSError as error:
-            raise ConfigError(
-                f"the profile cannot be written to {path}: {error.strerror}",
-                hint="name another folder with --profile-dir",
-            ) from error
+            raise self._refusal(error) from error
         return path
+
+    def _refusal(self, error: OSError) -> ConfigError:
+        return ConfigError(
+            f"profiles cannot be written to {self.folder}: {error.strerror}",
+            hint="name another folder with --profile-dir",
+        )

@@ -167,8 +167,17 @@ def test_a_damaged_or_foreign_file_is_left_out(tmp_path, damage):
 
 def test_a_folder_that_cannot_be_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be written"):
-        ProfileStore(tmp_path / "file" / "profiles").save(PROFILE)
+    store = ProfileStore(tmp_path / "file" / "profiles")
+    assert store.find(KEY) is None
+    for refused in (store.prepare, lambda: store.save(PROFILE)):
+        with pytest.raises(ConfigError, match="cannot be written"):
+            refused()
+
+
+def test_a_folder_is_tried_without_leaving_anything(tmp_path):
+    store = ProfileStore(tmp_path / "a" / "b")
+    store.prepare()
+    assert list(store.folder.iterdir()) == []
 
 
 def test_many_profiles_of_random_figures_survive_json():
