@@ -415,7 +415,9 @@ class EngineCore:
         A row that turns out to have ended brings a surplus token, which is thrown away; what it
         writes into a page given back comes before whatever the page's next user writes.
         """
-        if self._has_room_for_more() or not self.runner.can_follow(step.result):
+        if step.prompt_tokens or self._has_room_for_more():
+            return None
+        if not self.runner.can_follow(step.result):
             return None
         rows = [answering for answering, _ in step.runs]
         if len(rows) != len(self._running) or not all(self._is_live(a) for a in rows):

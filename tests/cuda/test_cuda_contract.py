@@ -17,6 +17,7 @@ from test_constrained_rows import AFTER, Cycle, prompt
 from test_contract import ORACLES, requests
 
 from ftd.engine.api import Sampling
+from ftd.engine.cuda_runner import CudaRunner
 from ftd.errors import EngineFailed
 from ftd.experts.split import Allowance, PromptRates
 from ftd.kernels.cpu import native
@@ -203,3 +204,36 @@ def test_rows_that_are_held_now_and_then_are_drawn_from_what_was_launched_ahead(
     with cuda_core(MODEL, slots=9, max_running=4) as core:
         assert comparable(answer_all(core, held())) == wanted
     assert {len(tokens) for tokens, *_ in wanted.values()} == {30}
+
+
+@pytest.mark.parametrize(("slots", "chunk"), [(9, 5), (9, 8), (32, 5), (32, 30), (32, 50)])
+def test_short_prompts_as_rows_of_captured_steps(alone, monkeypatch, slots, chunk):
+    eager, captured = [], []
+    run_eager, run_captured = CudaRunner._eager, CudaRunner._replay_prompts
+
+    def count_eager(runner, spans, *rest):
+        eager.append(sum(span.count for span in spans))
+        return run_eager(runner, spans, *rest)
+
+    def count_captured(runner, spans, *rest):
+        captured.append(sum(span.count for span in spans))
+        return run_captured(runner, spans, *rest)
+
+    with cuda_core(MODEL, slots=slots, max_running=3, prefill_chunk=chunk) as core:
+        monkeypatch.setattr(CudaRunner, "_eager", count_eager)
+        monkeypatch.setattr(CudaRunner, "_replay_prompts", count_captured)
+        for _ in range(2):
+            assert comparable(answer_all(core, requests())) == alone
+    most = 32 if slots == 32 else 8
+    assert captured and max(captured) <= most
+    assert all(tokens > 8 for tokens in eager)
+    assert (not eager) == (chunk <= 8)
+
+
+def test_a_prompt_that_is_judged_is_not_short(alone):
+    prompt = requests()[3].prompt_ids[:6]
+    with cuda_core(MODEL, slots=32, max_running=3) as core:
+        mine = answer_all(core, [request("judged", prompt, 4, prompt_logprobs=2)])["judged"]
+    with engine_core(MODEL, max_running=1) as core:
+        theirs = answer_all(core, [request("judged", prompt, 4, prompt_logprobs=2)])["judged"]
+    assert mine.tokens == theirs.tokens and mine.prompt_logprobs == theirs.prompt_logprobs
