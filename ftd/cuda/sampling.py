@@ -138,17 +138,19 @@ class RowSampler:
         self._graphs: dict[Shapes, torch.cuda.CUDAGraph] = {}
 
     def capture(self, logits: torch.Tensor, pool: Any, stream: torch.cuda.Stream) -> None:
-        """Capture the draw from ``logits``, which every launch then has to come from."""
-        for shapes in ALL_SHAPES:
-            with torch.cuda.stream(stream):
+        """Capture the draw from ``logits``, which every launch then has to come from.
+
+        Nothing is allocated, so there is no need to empty caches before, as ``torch.cuda.graph``
+        does: with five captures for each batch size that would take a good part of a second.
+        """
+        with torch.cuda.stream(stream):
+            for shapes in ALL_SHAPES:
                 self.draw(logits, shapes)  # compiles
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(
-                graph, pool=pool, stream=stream, capture_error_mode="thread_local"
-            ):
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(pool, capture_error_mode="thread_local")
                 self.draw(logits, shapes)
-            self._graphs[shapes] = graph
+                graph.capture_end()
+                self._graphs[shapes] = graph
 
     def launch(self, logits: torch.Tensor, rows: Sequence[SampleRow | None]) -> None:
         """Queue the draws; None and what lies behind the last one: not in use."""
