@@ -39,6 +39,15 @@ def check_host(core):
     assert len(kept) == len(set(kept))
 
 
+def pin_all(core, num_pages):
+    """Wait until the tier is as large as it gets: a thread pins it as it fills up."""
+    memory, until_s = core.held.host._memory, time.monotonic() + 10
+    memory.want(num_pages)
+    while memory.num_pages < num_pages:
+        assert time.monotonic() < until_s, memory.num_pages
+        time.sleep(0.002)
+
+
 def open_disk(core, directory, limit_bytes=10**9):
     states = core.held.recurrence.pool
     store = DiskStore(directory, "0" * 40, limit_bytes, core.kv, core.pages, states=states)
