@@ -11,7 +11,7 @@ whole tiles or rows, factors, biases) are kept as float32, whatever they were pu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -225,6 +225,28 @@ class PackedMatrix:
 
 
 Matrix = torch.Tensor | PackedMatrix
+
+
+def stacked(parts: Sequence[PackedMatrix]) -> PackedMatrix | None:
+    """Their rows one after another as one matrix; None where their scales keep them apart."""
+    fmt, columns = parts[0].layout.format, parts[0].layout.columns
+    alike = all(p.layout.format is fmt and p.layout.columns == columns for p in parts)
+    whole_tiles = all(p.layout.rows % fmt.scale_rows == 0 for p in parts[:-1])
+    if fmt.factor or not alike or not whole_tiles:
+        return None
+    rows = sum(p.layout.rows for p in parts)
+    layout, num_bytes = matrix_layout(fmt, rows, columns)
+    data = torch.empty(num_bytes, dtype=torch.uint8, device=parts[0].device)
+    numbers, scales = layout.offset, layout.scale_offset
+    for part in parts:
+        at = part.layout
+        for to, start, size in (
+            (numbers, at.offset, at.data_bytes),
+            (scales, at.scale_offset, at.scale_bytes),
+        ):
+            data[to : to + size] = part.data[start : start + size]
+        numbers, scales = numbers + at.data_bytes, scales + at.scale_bytes
+    return PackedMatrix(layout, data)
 
 
 def scaled_formats() -> Iterator[WeightFormat]:

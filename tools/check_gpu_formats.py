@@ -195,7 +195,7 @@ def bench_experts(name: str, case: Case, pools: Pools) -> None:
         row(f"{name} T={T} {what}", s, distinct * layout.payload_bytes)
 
     bench("resident", 1, resident, Tuning(), 16)
-    for rows, warps in ((2, 4), (8, 4), (4, 2), (4, 8)):
+    for rows, warps in ((2, 4), (8, 4), (4, 8)):
         bench(f"resident rows={rows} warps={warps}", 1, resident, Tuning(rows, warps=warps), 16)
     bench("resident", 8, resident, Tuning(), 8)
     bench("over the link", 1, linked, Tuning(), 4)

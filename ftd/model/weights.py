@@ -7,7 +7,7 @@ from collections.abc import MutableMapping, Sequence
 import torch
 
 from ftd.kernels.decode import decode
-from ftd.kernels.formats import Matrix, PackedMatrix
+from ftd.kernels.formats import Matrix, PackedMatrix, stacked
 from ftd.kernels.ops import Ops
 
 from .layers import Joined, Linear, RmsNorm
@@ -47,13 +47,13 @@ class DenseWeights:
     def fused(self, names: Sequence[str], out_dtype: torch.dtype | None = None) -> Linear | Joined:
         """Several matrices of the same input as one, their rows one after another."""
         parts = [self.linear(name, out_dtype) for name in names]
-        weights = [part.weight for part in parts if isinstance(part.weight, torch.Tensor)]
-        if len(weights) < len(parts) or len({weight.dtype for weight in weights}) > 1:
+        weight = _one_matrix([part.weight for part in parts])
+        if weight is None:
             return Joined(parts)
         biases = [part.bias for part in parts if part.bias is not None]
         assert len(biases) in (0, len(parts)), names
         bias = torch.cat(biases) if biases else None
-        return Linear(self.ops, torch.cat(weights), bias, out_dtype)
+        return Linear(self.ops, weight, bias, out_dtype)
 
     def norm(self, name: str) -> RmsNorm:
         weight = self.tensor(f"{name}.weight").float() + self._norm_offset
@@ -61,3 +61,13 @@ class DenseWeights:
 
     def finish(self) -> None:
         assert not self._tensors, sorted(self._tensors)
+
+
+def _one_matrix(parts: Sequence[Matrix]) -> Matrix | None:
+    plain = [part for part in parts if isinstance(part, torch.Tensor)]
+    packed = [part for part in parts if isinstance(part, PackedMatrix)]
+    if len(packed) == len(parts):
+        return stacked(packed)
+    if len(plain) == len(parts) and len({part.dtype for part in plain}) == 1:
+        return torch.cat(plain)
+    return None

@@ -15,6 +15,7 @@ from ftd.kernels.formats import (
     PackedMatrix,
     expert_layout,
     scaled_formats,
+    stacked,
 )
 from ftd.kernels.reference import expert_matrices
 
@@ -88,6 +89,23 @@ def test_a_record_gives_its_matrices(name):
     layout, record, matrices = random_expert(name, 96, 160)
     for found, expected in zip(expert_matrices(record.data_ptr(), layout), matrices, strict=True):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_stacked_matrices_have_the_rows_of_their_parts(name):
+    parts = [random_matrix(name, rows, 160) for rows in (256, 128, 40)]
+    joined = stacked([packed for packed, _ in parts])
+    if FORMATS[name].factor:
+        assert joined is None
+        return
+    assert joined is not None and joined.shape == (424, 160)
+    assert torch.equal(decode(joined), torch.cat([weights for _, weights in parts]))
+
+
+def test_matrices_of_other_formats_or_with_parts_of_tiles_are_not_stacked():
+    fp8, row = random_matrix("fp8", 128, 96)[0], random_matrix("fp8-row", 128, 96)[0]
+    assert stacked([fp8, row]) is None
+    assert stacked([random_matrix("fp8", 72, 96)[0], fp8]) is None
 
 
 def test_published_sizes():
