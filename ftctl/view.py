@@ -76,6 +76,16 @@ def status(result: p.StatusResult, paint: Paint) -> list[str]:
                 f"{format_count(engine.output_tokens)} written",
             ),
         ]
+        if engine.host_pages_total:
+            rows.append(
+                (
+                    "host KV",
+                    f"{engine.host_pages_held} of {engine.host_pages_total} pages, "
+                    f"{format_count(engine.host_pages_loaded)} have come back from there",
+                )
+            )
+        if engine.anchors.count or engine.anchors.disk_bytes:
+            rows.append(("anchors", anchor_totals(engine.anchors)))
         if engine.states_total:
             held = f"{engine.states_held} of {engine.states_total} held"
             rows.append(("states", f"{held}, {engine.states_cached} of them to resume from only"))
@@ -110,6 +120,10 @@ def one_line(result: p.StatusResult, paint: Paint) -> list[str]:
         ]
         if engine.slots_total:
             words += [f"slots={engine.slots_used}/{engine.slots_total}", f"hits={_rate(engine)}"]
+        if engine.anchors.count:
+            words += [f"anchors={engine.anchors.count}", f"anchor_hits={engine.anchors.hits}"]
+        if engine.host_pages_total:
+            words.append(f"host_pages={engine.host_pages_held}/{engine.host_pages_total}")
     return [" ".join(words)]
 
 

@@ -18,6 +18,7 @@ from fcntl import ioctl
 import pytest
 from test_ftctl import running
 
+from ftctl import view
 from ftctl.view import Paint
 from ftctl.watch import BARS, History, Style, chart, frame
 from ftd.control import protocol as p
@@ -114,6 +115,14 @@ def test_what_stands_in_it_at_eighty_columns():
     assert re.search(r"reading weights \[#+-+\]  53% 30.0 GiB of 57.0 GiB", text)
     assert re.search(r"\n[dpKE.]{80}\n", text), "the map of memory"
     assert "K KV pool 4.00 GiB of 16.0 GiB" in text and "p host pool 54.0 GiB" in text
+
+
+def test_status_and_lines_for_files_have_anchors_and_host_memory():
+    text = "\n".join(view.status(EVENT, Paint(False)))
+    assert "host KV   128 of 512 pages, 0 have come back from there" in text
+    assert "anchors   1,234: 56 hits saved 12 min 34 s; KV 3.00 GiB, host 1.00 GiB, disk" in text
+    line = " ".join(view.one_line(EVENT, Paint(False)))
+    assert "anchors=1234 anchor_hits=56 host_pages=128/512" in line
 
 
 def test_the_map_shares_the_width_by_bytes():
