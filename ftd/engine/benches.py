@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 TUNE_FROM_BYTES = 512 * MiB  # a smaller pool tells nothing of prefetching, and needs none
-TUNE_S = 1.0
+TUNE_S = 0.4
 
 
 def on_cpu(
@@ -79,7 +79,7 @@ def tune_cpu(
 ) -> None:
     """Set how far ahead the C++ kernels ask for weights, where the pool is larger than the caches.
 
-    As the stored profile says, or as a second of trying finds.
+    As the stored profile says, or as some trying finds.
     """
     if not isinstance(ops, NativeOps) or pool.num_bytes < TUNE_FROM_BYTES:
         return

@@ -24,11 +24,11 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    settle_steps: int = 8  # after a change: fills and evictions follow the new mode
+    settle_steps: int = 6  # after a change: fills and evictions follow the new mode
     window_steps: int = 96  # that are averaged
-    least_trial_steps: int = 16  # before a trial is given up
+    least_trial_steps: int = 8  # before a trial is given up
     give_up: float = 0.1  # if it is so much slower
-    first_trial_windows: int = 4  # so many in one mode before the other is tried
+    first_trial_windows: int = 12  # so many in one mode before the other is tried
     most_trial_windows: int = 512
     margin: float = 0.04  # a mode must be so much faster: averages of windows are noisy
 
