@@ -22,6 +22,7 @@ class Observed:
     blocked: int  # requests that wait though a place is free, since they lack pages
     blocked_pages: int  # that they lack
     token_s: float  # to compute one prompt token; 0: not known yet
+    miss_s: float  # what a miss costs more than a hit; 0: not known
     # since start
     steps: int
     prompt_tokens: int
@@ -53,6 +54,7 @@ def observe(core: EngineCore) -> Observed:
         pages_idle=pages.idle,
         blocked=min(places, len(core.waiting())) if lacking else 0,
         blocked_pages=lacking,
+        miss_s=core.profiling.miss_s if core.profiling else 0.0,
         token_s=core.rates.line[1] if core.rates.chunk_tokens else 0.0,
         steps=totals.steps,
         prompt_tokens=totals.prompt_tokens,

@@ -18,7 +18,7 @@ from ftd.experts.measure import FULL, QUICK, Bench, Slice, measure
 from ftd.experts.modes import Mode, State, Tuning, after_step
 from ftd.experts.profile import BATCHES, Profile
 from ftd.experts.profile_store import ProfileStore
-from ftd.experts.split import PromptRates
+from ftd.experts.split import PromptRates, miss_s
 
 if TYPE_CHECKING:
     from ftd.engine.core import EngineCore
@@ -140,6 +140,12 @@ class Profiling:
         )
         left = [str(b) for b, state in self._modes.items() if state.settled is Mode.LINK]
         return f"{kind}; with {', '.join(left)} rows all over the link was faster" if left else kind
+
+    @property
+    def miss_s(self) -> float:
+        """What a miss costs a decode step more than a hit; 0: not known, or there is no link."""
+        rates = self.profile.rates(1) if self.profile and self._bench.has_link else None
+        return miss_s(rates) if rates else 0.0
 
     @property
     def experts_per_token(self) -> int:

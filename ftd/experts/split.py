@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+FEW_MISSES = 2  # of a layer, where most experts are resident
 NO_MISS_S = 1e-9  # a miss that costs less costs nothing: no fill earns what it takes
 
 
@@ -79,6 +80,12 @@ def fetch_table(rates: Rates, max_misses: int) -> tuple[int, ...]:
         min(range(misses, -1, -1), key=lambda fetched, m=misses: layer_s(m, fetched))  # type: ignore[misc]
         for misses in range(max_misses + 1)
     )
+
+
+def miss_s(rates: Rates) -> float:
+    """What a miss costs a decode step, if layers that miss at all miss ``FEW_MISSES``."""
+    fetched = fetch_table(rates, FEW_MISSES)[-1]
+    return max(finish_s(rates, fetched, FEW_MISSES - fetched)) / FEW_MISSES
 
 
 @dataclass(frozen=True, slots=True)

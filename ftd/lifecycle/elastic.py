@@ -33,8 +33,9 @@ from ftd.units import Amount
 
 log = structlog.get_logger(__name__)
 
-# What a miss waits for: its record over a link of PCIe 5 x16, as measured on the H200 machine. On
-# the CPU device a miss costs no more than a hit; there memory only stands in for a GPU's.
+# Where no profile tells what a miss costs: its record over a link of PCIe 5 x16, as measured on the
+# H200 machine. On the CPU device a miss costs no more than a hit; there memory only stands in for a
+# GPU's.
 LINK_BYTES_PER_S = 45e9
 AHEAD_PAGES = 32  # more than a sequence needs just now: it grows on
 
@@ -264,7 +265,7 @@ def demand_between(before: Observed, now: Observed, plan: MemoryPlan) -> Demand:
     seconds = max(1e-3, now.at_s - before.at_s)
     return Demand(
         steps_per_s=(now.steps - before.steps) / seconds,
-        miss_s=plan.record_bytes / LINK_BYTES_PER_S,
+        miss_s=now.miss_s or plan.record_bytes / LINK_BYTES_PER_S,
         resident=now.resident,
         absent=now.absent,
         empty_slots=now.empty_slots,

@@ -16,6 +16,7 @@ from ftd.experts.split import (
     background_allowance,
     fetch_table,
     finish_s,
+    miss_s,
     prompt_share,
 )
 
@@ -149,3 +150,10 @@ class TestPromptShare:
 
             best = min(layer_s(n) for n in range(len(tokens) + 1))
             assert layer_s(prompt_share(rates, tokens)) == pytest.approx(best)
+
+
+def test_a_miss_costs_less_where_both_paths_share_it():
+    link = Rates(5000.0, 5e-6, 0.0, 0.0)
+    both = Rates(5000.0, 5e-6, 11_000.0, 36e-6, 0.9, 0.9)
+    assert miss_s(link) == pytest.approx(1 / 5000 + 5e-6 / 2)
+    assert 1 / 16_000 < miss_s(both) < miss_s(link)
