@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 TUNING = Tuning()
+QUICK_HOLDS_S = 24 * 3600.0  # what few samples say, on a machine that was perhaps busy
 
 
 class Divides(Protocol):
@@ -69,15 +70,25 @@ class Profiling:
     def start(self) -> None:
         """Take the stored profile if there is one for this machine, else a quick calibration."""
         profile = self.store.find(self._bench.key)
+        if profile and profile.quick and self._clock() - profile.measured_at > QUICK_HOLDS_S:
+            profile = None
         if profile is None and self._calibrates:
-            began_s = time.monotonic()
-            try:
-                profile = _result(measure(self._bench, QUICK, self._clock()))
-            finally:
-                self._bench.close()
-            log.info("profile.calibrated", took_s=round(time.monotonic() - began_s, 2))
+            profile = self._calibrate()
         if profile is not None:
             self.take(profile)
+
+    def _calibrate(self) -> Profile:
+        began_s = time.monotonic()
+        try:
+            profile = _result(measure(self._bench, QUICK, self._clock()))
+        finally:
+            self._bench.close()
+        log.info("profile.calibrated", took_s=round(time.monotonic() - began_s, 2))
+        try:
+            self.store.save(profile)
+        except ConfigError as error:  # the next start has to do it again
+            log.warning("profile.not_kept", reason=error.message, hint=error.hint)
+        return profile
 
     def take(self, profile: Profile) -> None:
         """Divide misses as it says, from the next step on."""
@@ -135,9 +146,7 @@ class Profiling:
         if self.profile is None:
             return ""
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.profile.measured_at))
-        kind = (
-            "a quick calibration at the start" if self.profile.quick else f"the profile of {when}"
-        )
+        kind = f"{'a quick calibration' if self.profile.quick else 'the profile'} of {when}"
         left = [str(b) for b, state in self._modes.items() if state.settled is Mode.LINK]
         return f"{kind}; with {', '.join(left)} rows all over the link was faster" if left else kind
 

@@ -91,9 +91,22 @@ def test_without_one_rates_come_from_a_quick_calibration(tmp_path):
     profiling, told, bench = make(tmp_path)
     profiling.start()
     assert profiling.profile.quick and bench.closed == 1 and len(told.tables) == 1
-    assert profiling.source == "a quick calibration at the start"
+    assert profiling.source.startswith("a quick calibration of ")
     assert told.prompts == [profiling.profile.prompt_rates()] and told.prompts[0].cpu_row_s == 20e-6
-    assert ProfileStore(tmp_path).find(KEY) is None, "it is not kept"
+    assert ProfileStore(tmp_path).find(KEY) == profiling.profile
+    again, told, bench = make(tmp_path)
+    again.start()
+    assert again.profile == profiling.profile and not bench.closed, "kept for the next start"
+    ProfileStore(tmp_path).save(replace(profiling.profile, measured_at=1.8e9 - 90_000))
+    again.start()
+    assert bench.closed == 1, "but not for ever"
+
+
+def test_a_calibration_that_cannot_be_kept_serves_all_the_same(tmp_path):
+    (tmp_path / "file").write_text("")
+    profiling, told, _ = make(tmp_path / "file" / "profiles")
+    profiling.start()
+    assert profiling.profile.quick and len(told.tables) == 1
 
 
 def test_a_measurement_goes_slice_by_slice_and_is_taken_over_at_its_end(tmp_path):
