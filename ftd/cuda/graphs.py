@@ -142,6 +142,10 @@ class DecodeGraph:
         self._sampler.capture(self.logits, graph.pool(), stream)
         return graph.pool()
 
+    def rehearse(self) -> None:
+        """Every draw from its logits, for what they launch; the forward pass has been run."""
+        self._sampler.rehearse(self.logits)
+
     def launch(self, rows: Sequence[DecodeRow | None], *, following: bool = False) -> None:
         """Queue the forward pass of a step.
 

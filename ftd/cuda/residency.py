@@ -147,6 +147,10 @@ class CudaExperts:
         self._trace: TraceRecorder | None = None
 
     @property
+    def layout(self) -> ExpertLayout:
+        return self._layout
+
+    @property
     def all_resident(self) -> bool:
         return self._table.num_used == self._moe_experts
 

@@ -152,6 +152,11 @@ class RowSampler:
                 graph.capture_end()
                 self._graphs[shapes] = graph
 
+    def rehearse(self, logits: torch.Tensor) -> None:
+        """What ``capture`` launches."""
+        for shapes in ALL_SHAPES:
+            self.draw(logits, shapes)
+
     def launch(self, logits: torch.Tensor, rows: Sequence[SampleRow | None]) -> None:
         """Queue the draws; None and what lies behind the last one: not in use."""
         shapes, masked = Shapes(), False

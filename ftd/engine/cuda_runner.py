@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import structlog
 import torch
 
 from ftd.cuda.captured import CapturedExperts
 from ftd.cuda.graphs import BATCHES, DecodeGraph, DecodeRow, batch_for
 from ftd.cuda.kv import CudaKvCache
+from ftd.cuda.precompile import compiling, mark_of
 from ftd.cuda.residency import CudaExperts, Launch
 from ftd.cuda.sampling import MOST_ROWS, RowSampler, SamplerMemory
 from ftd.cuda.tables import Fetched
@@ -27,8 +31,11 @@ from ftd.engine.device_draws import RowDraws
 from ftd.engine.recurrence import StateMoves
 from ftd.engine.runner import Drawn, StepResult, drawing, ends_of
 from ftd.engine.sampling import SamplingState
+from ftd.kernels.cpu.native import usable_cores
 from ftd.model.architecture import Experts, Model
 from ftd.model.step import StepInput
+
+log = structlog.get_logger(__name__)
 
 # Of a prompt that goes token by token through captured steps where no expert is missed: four steps
 # of eight, some 10 ms, where launching a pass one operation after the other takes 30.
@@ -78,6 +85,13 @@ class CudaRunner:
         stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         pool = None
         kinds = [(batch, divided) for divided in self._variants for batch in reversed(BATCHES)]
+        mark = self._mark() if self._device.type == "cuda" else None
+        if mark and not mark.exists():
+            try:
+                with compiling(usable_cores()):
+                    self.rehearse(kinds)
+            except Exception:  # the warm-up will show whether it matters
+                log.warning("kernels.not_rehearsed", cost="a slower start", exc_info=True)
         for done, kind in enumerate(kinds):  # the largest first: its memory serves all
             progress(done, len(kinds))
             graph = self._graphs[kind] = self._new_graph(*kind)
@@ -85,6 +99,21 @@ class CudaRunner:
                 pool = graph.capture(pool, stream)
         progress(len(kinds), len(kinds))
         self._warm_prompts()
+        if mark:
+            with suppress(OSError):  # of a cache that cannot be written: it is compiled each time
+                mark.touch()
+
+    def _mark(self) -> Path:
+        sizes = self._most_pages, self._chunk_tokens, self._kv.page_tokens, self._variants
+        kind, dtype = torch.cuda.get_device_capability(self._device), self._kv.k[0].dtype
+        return mark_of(self._model.spec, self._experts.layout, dtype, kind, sizes)
+
+    def rehearse(self, kinds: Sequence[tuple[int, bool]]) -> None:
+        """Go through the motions of ``warm_up``, where launches only compile."""
+        for kind in kinds:
+            self._new_graph(*kind).rehearse()
+        self._warm_prompts()
+        self._samplers.clear()
 
     def launch_empty(self, batch: int) -> bool:
         """Queue a captured step of which no row is in use: it computes all but the experts.

@@ -1,0 +1,40 @@
+"""Kernels are compiled side by side; rehearsing a warm-up needs nothing that they would write."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+REHEARSAL = Path(__file__).with_name("rehearsal.py")
+
+
+def run(cache: Path, *arguments: str) -> dict:
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+    done = subprocess.run(
+        [sys.executable, str(REHEARSAL), *arguments],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_launches_compile_and_leave_zeros(tmp_path):
+    assert run(tmp_path) == {"zeros": True, "after": True}
+    assert len(list(tmp_path.rglob("*.cubin"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [("qwen3_moe", "_group_kernel"), ("gpt_oss-mxfp4", "gate_up"), ("qwen3_5_moe", "_scan_kernel")],
+)
+def test_a_rehearsal_finds_every_kernel_of_the_warm_up(name, kernel, tmp_path):
+    kernels = run(tmp_path, name)
+    assert not kernels["missing"]
+    assert any(kernel in found for found in kernels["found"]), kernels
