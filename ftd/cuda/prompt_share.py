@@ -6,13 +6,14 @@ products of routes, which then stand where the GPU's would, so the sum is the sa
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from ftd.experts.split import PromptRates, prompt_share
+from ftd.experts.split import PromptRates, cpu_seconds, prompt_share
 from ftd.kernels.activation import Activation
 from ftd.kernels.cpu.native import NativeOps
 from ftd.kernels.formats import ExpertLayout
@@ -20,7 +21,9 @@ from ftd.kernels.formats import ExpertLayout
 from .tables import Marker
 
 MOST_ROUTES = 2048  # of a layer: what goes there and comes back stays in the processor's caches
-FIXED_S = 150e-6  # of a layer: to gather activations, and to bring products back
+# Of a layer: to gather activations, to wake the threads, to bring products back. Until it is known.
+FIXED_S = 1e-3
+KEPT = 0.7  # of what was known, at each measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,7 @@ class Part:
     ids: torch.Tensor  # [R, 1] int32
     routes: torch.Tensor  # [R] int64, on the device: where the products belong
     gathered: Marker
+    begin_s: float  # what it took so far
 
 
 class PromptShare:
@@ -49,6 +53,7 @@ class PromptShare:
         device: torch.device,
     ) -> None:
         self.rates: PromptRates | None = None  # None: the CPU takes nothing
+        self._fixed_s, self._expected_s = FIXED_S, 0.0
         self._ops, self._address = ops, address
         self._layout, self._activation, self._device = layout, activation, device
         pin = device.type == "cuda"
@@ -56,17 +61,23 @@ class PromptShare:
         self._y = torch.empty(MOST_ROUTES, layout.hidden, pin_memory=pin)
         self._taken = Marker(device)  # what lies in ``_y`` has gone
 
-    def choose(self, missed: Sequence[int], tokens: Sequence[int], on_link: int) -> Sequence[int]:
+    def choose(
+        self, missed: Sequence[int], tokens: Sequence[int], on_link: int, launch_s: float
+    ) -> Sequence[int]:
         """Those of ``missed`` that the CPU computes; ``tokens`` of each, rising.
 
         Args:
             on_link: more experts that take the link.
+            launch_s: what the engine thread needs for the rest of a layer: it cannot do that while
+                it computes, and the link goes on meanwhile.
         """
         if self.rates is None:
             return ()
         fitting = int(np.searchsorted(np.cumsum(tokens), MOST_ROUTES, side="right"))
-        rates = replace(self.rates, fixed_s=self.rates.fixed_s + FIXED_S)
-        return missed[: min(fitting, prompt_share(rates, tokens, on_link))]
+        rates = replace(self.rates, fixed_s=self._fixed_s + launch_s)
+        taken = min(fitting, prompt_share(rates, tokens, on_link))
+        self._expected_s = cpu_seconds(rates, tokens[:taken]) - rates.fixed_s
+        return missed[:taken]
 
     def begin(
         self,
@@ -76,6 +87,7 @@ class PromptShare:
         theirs: Sequence[int],
     ) -> tuple[Part, torch.Tensor]:
         """Queue what brings the activations; also the routes of the others, [T, K] int32."""
+        began_s = time.perf_counter()
         asked = np.isin(chosen, theirs)
         routes = np.flatnonzero(asked)
         count = len(routes)
@@ -86,11 +98,11 @@ class PromptShare:
         gathered.mark()
         ids = torch.from_numpy(chosen.ravel()[routes].reshape(-1, 1))
         here = torch.from_numpy(np.where(asked, -1, chosen)).to(self._device)
-        return Part(row, ids, where, gathered), here
+        return Part(row, ids, where, gathered, time.perf_counter() - began_s), here
 
     def finish(self, part: Part, y: torch.Tensor) -> None:
         """Compute it, and queue its way into ``y`` [T * K, H] float32."""
-        count = len(part.ids)
+        count, began_s = len(part.ids), time.perf_counter()
         part.gathered.wait()
         self._taken.wait()
         to = self._y[:count]
@@ -99,3 +111,6 @@ class PromptShare:
         )
         y.index_copy_(0, part.routes, to.to(self._device, non_blocking=True))
         self._taken.mark()
+        took_s = part.begin_s + time.perf_counter() - began_s
+        more_s = max(0.0, took_s - self._expected_s)
+        self._fixed_s = KEPT * self._fixed_s + (1 - KEPT) * more_s

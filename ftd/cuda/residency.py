@@ -18,6 +18,7 @@ the table only after the copy has.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -127,6 +128,8 @@ class CudaExperts:
             ops, layout, mlp.activation, self.table_rows(),
             (begin, begin + self._moe_experts * record), cpu,
         )  # fmt: skip
+        self._launch_s = 0.0  # of the host, between the experts of two layers of a pass
+        self._left_s = 0.0
         self.share: PromptShare | None = None
         if cpu is not None:
             self.share = PromptShare(
@@ -193,6 +196,22 @@ class CudaExperts:
     ) -> torch.Tensor:  # [T, H] float32
         row = self._row[layer]
         table = self._table_of_step.device_tensor
+        if row:
+            self._launch_s = time.perf_counter() - self._left_s
+        try:
+            return self._layer(row, table, x, ids, weights, pause)
+        finally:
+            self._left_s = time.perf_counter()
+
+    def _layer(
+        self,
+        row: int,
+        table: torch.Tensor,  # [L, E] int64
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        pause: Callable[[], None],
+    ) -> torch.Tensor:
         if not self.pinned:
             pause()  # other steps, too, may need the staging area
             pause = nothing
@@ -290,7 +309,7 @@ class CudaExperts:
         if self.share is None or not self.pinned:
             return []
         fewest = rest[::-1]
-        theirs = list(self.share.choose(fewest, counts[fewest].tolist(), on_link))
+        theirs = list(self.share.choose(fewest, counts[fewest].tolist(), on_link, self._launch_s))
         step, taken = self._step, len(theirs)
         self._step = replace(step, fetched=step.fetched - taken, on_cpu=step.on_cpu + taken)
         return theirs

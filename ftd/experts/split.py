@@ -98,6 +98,11 @@ class PromptRates:
     fixed_s: float = 0.0  # of the CPU's part: activations go there and products come back
 
 
+def cpu_seconds(rates: PromptRates, tokens: Sequence[int]) -> float:
+    """What the CPU needs for experts with so many tokens."""
+    return rates.fixed_s + sum(max(rates.cpu_s, rows * rates.cpu_row_s) for rows in tokens)
+
+
 def prompt_share(rates: PromptRates, tokens: Sequence[int], on_link: int = 0) -> int:
     """How many of a layer's missed experts the CPU takes while the link brings the others.
 

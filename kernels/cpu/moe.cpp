@@ -248,11 +248,13 @@ extern "C" int32_t ftd_moe(FtdOps* ops, const void* x, int32_t act, const int32_
         },
         node_ends(moe, pool, down));
     if (!weights) {
-      for (int64_t r = 0; r < tokens * routes; ++r) {
-        if (moe.place[r] >= 0)
-          memcpy(y + r * hidden + column, products + moe.place[r] * width,
-                 size_t(columns) * sizeof *y);
-      }
+      split(pool, tokens * routes, 1, 8 * columns, [&](int64_t first, int64_t last, int) {
+        for (int64_t r = first; r < last; ++r) {
+          if (moe.place[r] >= 0)
+            memcpy(y + r * hidden + column, products + moe.place[r] * width,
+                   size_t(columns) * sizeof *y);
+        }
+      });
       continue;
     }
     constexpr int64_t kColumns = 512;
