@@ -40,7 +40,13 @@ import bench_rows as rows  # noqa: E402
 from bench_http import BenchFailed  # noqa: E402
 from bench_report import Line, Results, plot, table  # noqa: E402
 from bench_roofline import Rates, Weights, least_step_s, read_weights  # noqa: E402
-from bench_server import Prompts, Server, running_ftd, with_server  # noqa: E402
+from bench_server import (  # noqa: E402
+    Prompts,
+    Server,
+    end_like_a_key,
+    running_ftd,
+    with_server,
+)
 
 KV_TOKENS = 32768
 SCORED_TOKENS = 160
@@ -358,6 +364,7 @@ def main() -> int:
     o = arguments()
     if o.show:
         return show(o.show, o.machine)
+    end_like_a_key()
     results = Results(o.out / "results.json" if o.out else None)
     try:
         (bench_url if o.url else bench_own)(o, results)

@@ -33,7 +33,13 @@ import bench_rows as rows  # noqa: E402
 from bench_http import BenchFailed  # noqa: E402
 from bench_report import Results  # noqa: E402
 from bench_roofline import Rates, least_step_s, read_weights  # noqa: E402
-from bench_server import Prompts, Server, running_ftd, with_server  # noqa: E402
+from bench_server import (  # noqa: E402
+    Prompts,
+    Server,
+    end_like_a_key,
+    running_ftd,
+    with_server,
+)
 
 GiB = 2**30
 KV_TOKENS = 33792  # for the longest prompt
@@ -154,6 +160,9 @@ def bench(name: str, o: argparse.Namespace, results: Results) -> None:
                     asyncio.run(with_server(started.url, work))
             except (BenchFailed, aiohttp.ClientError, OSError) as error:
                 results.fail(at, str(error) or f"{type(error).__name__}: {left_s:.0f} s were left")
+            print(
+                f"{at}: {time.perf_counter() - began_s:.0f} s since its model was begun", flush=True
+            )
             if step := results.facts.get(f"{at}.step"):
                 least_s = least_step_s(weights, step, Rates.of_gigabytes(*o.rates))
                 results.add(f"{at}.roofline", [100 * least_s / step["step_s"]])
@@ -270,11 +279,15 @@ def main() -> int:
         return 0
     results = Results(o.out / "results.json")
     results.conditions |= {"rates": o.rates, "cores": os.cpu_count(), "ftd": o.ftd}
-    for name in o.models:
-        try:
-            bench(name, o, results)
-        except (BenchFailed, OSError) as error:
-            results.fail(name, str(error))
+    end_like_a_key()
+    try:
+        for name in o.models:
+            try:
+                bench(name, o, results)
+            except (BenchFailed, OSError) as error:
+                results.fail(name, str(error))
+    except KeyboardInterrupt:
+        results.fail("bench", "interrupted")
     told = report(results, lambda name, run: None)
     (o.out / "table.md").write_text(told + "\n")
     print(told)

@@ -101,12 +101,12 @@ async def counted(
     first, begun_s = await server.counters(), stream.reply.token_times_s[-1]
     await stream.task
     last, ended_s = await server.counters(), stream.reply.token_times_s[-1]
-    steps = last.get("steps", 0) - first.get("steps", 0)
+    steps = last.get("steps_total", 0) - first.get("steps_total", 0)
     if steps <= 0:
         return {}
     names = ("hits", "misses", "fetched", "on_cpu", "evicted", "fill_bytes")
     per_step = {
-        name: (last.get(f"expert_{name}", 0) - first.get(f"expert_{name}", 0)) / steps
+        name: (last.get(f"expert_{name}_total", 0) - first.get(f"expert_{name}_total", 0)) / steps
         for name in names
     }
     slots = last.get("slots_total", 0)

@@ -9,6 +9,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from bench_http import BenchFailed, Reply, Target, events, first_model, read_eve
 
 ROOT = Path(__file__).resolve().parents[1]
 READY_TIMEOUT_S = 300.0
-_COUNTER = re.compile(r"^ftd_(\w+?)(?:_total)? ([\d.e+-]+)$", re.M)
+_FIGURE = re.compile(r"^ftd_(\w+) ([\d.e+-]+)$", re.M)
 
 
 class Prompts:
@@ -123,10 +124,10 @@ class Server:
         return found["tokens"], [p if p is None else float(p) for p in found["token_logprobs"]]
 
     async def counters(self) -> dict[str, float]:
-        """ftd's counters and gauges by name; empty of another server."""
+        """ftd's counters (``x_total``) and gauges by name; empty of another server."""
         async with self._session.get(f"{self.url}/metrics") as response:
             text = await response.text() if response.status == 200 else ""
-        return {name: float(value) for name, value in _COUNTER.findall(text)}
+        return {name: float(value) for name, value in _FIGURE.findall(text)}
 
 
 async def _refuse(response: aiohttp.ClientResponse) -> None:
@@ -134,6 +135,11 @@ async def _refuse(response: aiohttp.ClientResponse) -> None:
         raise BenchFailed(
             f"{response.url} answered {response.status}: {await response.text():.300}"
         )
+
+
+def end_like_a_key() -> None:
+    """Let SIGTERM, as ``timeout`` sends it, end a bench as Ctrl-C does: with what it has."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 async def with_server(url: str, work: Any) -> Any:

@@ -136,3 +136,20 @@ async def test_any_server_is_measured_by_its_url(front, tmp_path):
     }  # fmt: skip
     assert "| decode, 1 stream |" in out.decode()
     assert process.returncode == 0
+
+
+async def test_a_bench_that_is_ended_tells_what_it_has_measured(front, tmp_path):
+    front.script("", "word " * 7000, delay_s=0.002)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, TOOL, "--url", front.url, "--vocab", "200", "--out", tmp_path,
+        "--prompt-tokens", "20", "--output-tokens", "16", "--long-prompt", "30", "--repeats", "900",
+        "--only", "cold", "decode",
+        stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    async with asyncio.timeout(60):
+        while not front.engine.requests:  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.02)
+    process.terminate()
+    out, _ = await process.communicate()
+    assert "**bench**: interrupted" in out.decode()
+    assert Results.read(tmp_path / "results.json").failed == {"bench": "interrupted"}
