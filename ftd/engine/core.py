@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import structlog
@@ -25,13 +25,13 @@ import torch
 from ftd.config import FaultSpec
 from ftd.cuda.faults import break_context, is_lost
 from ftd.engine import figures
+from ftd.engine.answering import Answering
 from ftd.engine.api import (
     EngineRequest,
     EngineStatus,
     Finish,
     Output,
     Sampling,
-    TokenLogprob,
 )
 from ftd.engine.batch import Span
 from ftd.engine.figures import Totals
@@ -40,18 +40,18 @@ from ftd.engine.meter import Meter
 from ftd.engine.passes import Borders, PausingExperts
 from ftd.engine.profiling import Profiling
 from ftd.engine.runner import Runner, StepResult
-from ftd.engine.sampling import Draw, SamplingState, token_logprob
+from ftd.engine.sampling import Draw, SamplingState
 from ftd.errors import ConstraintFailed, EngineFailed, OutOfMemory
 from ftd.experts.runtime import DECODE_TOKENS, ExpertCounters, ResidencyMap
 from ftd.experts.slots import Resized
 from ftd.experts.trace import TraceRecorder
-from ftd.kv.anchors import AnchorInfo, Ended, Resumed
+from ftd.kv.anchors import AnchorInfo
 from ftd.kv.cache import KvCache
 from ftd.kv.disk import DiskStore
 from ftd.kv.host import HostTier
 from ftd.model.architecture import Model
 from ftd.schedule.pauses import Pauses
-from ftd.schedule.policy import Limits, Run, SequenceView, StepPlan, next_in_line, plan_step
+from ftd.schedule.policy import Limits, SequenceView, StepPlan, next_in_line, plan_step
 from ftd.schedule.rates import Rates
 from ftd.schedule.sequence import Sequence
 
@@ -62,26 +62,6 @@ SCORED_ROWS = 64
 # A chunk large enough to tell a fixed cost from one per token, small enough for a slow machine.
 WARM_UP_TOKENS = 64
 NO_FAULT = FaultSpec()
-
-
-@dataclass(slots=True)
-class Answering:
-    """A request in the engine: its sequence, and what is remembered beside the tokens."""
-
-    sequence: Sequence
-    sampling: SamplingState
-    scores: list[TokenLogprob | None] = field(default_factory=list)  # of the prompt, if asked for
-    announced: bool = False  # reused_tokens and prompt_logprobs have gone out
-    served: int = 0  # the step in which it last ran beside a pass
-    resumed: Resumed | None = None
-
-    @property
-    def request(self) -> EngineRequest:
-        return self.sequence.request
-
-    @property
-    def wants_scores(self) -> bool:
-        return self.request.prompt_logprobs is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,12 +308,12 @@ class EngineCore:
             self.make_room(needed)
         plan = self._plan()
         self._carry_out(plan)
-        runs = [(self._running[run.key], run.tokens) for run in self._within_scored_rows(plan.runs)]
+        runs = self._runs(plan)
         assert runs, "requests wait, but the plan runs nothing"
         if not plan.prompt_tokens:
             self._pauses = None
             return self._run(runs, Borders(self.experts, self._look))
-        self._prefilling = frozenset(a.sequence.key for a, _ in runs)
+        self._prefilling = frozenset(a.key for a, _ in runs)
         self._pauses = self._pauses or Pauses(self._clock())
         self._paused_s = 0.0
         try:
@@ -345,7 +325,7 @@ class EngineCore:
     def _run(self, runs: Seq[tuple[Answering, int]], borders: Borders) -> Launched:
         self._inject_faults()
         spans = [self._span(answering, tokens) for answering, tokens in runs]
-        sampling = [self._sampling(answering, tokens) for answering, tokens in runs]
+        sampling = [answering.drawing(tokens) for answering, tokens in runs]
         try:
             result = self.runner.run(spans, sampling, borders)
         except BaseException:
@@ -460,59 +440,37 @@ class EngineCore:
     def _brings(self, answering: Answering) -> bool:
         """Bring what a request can begin with from host memory; true: it waits for that."""
         others = bool(self._running)
-        return self.held.bring(answering.sequence, self._reusable(answering), others)
+        return self.held.bring(answering.sequence, answering.reusable, others)
 
     def _view(self, sequence: Sequence) -> SequenceView:
         return sequence.view(self.pages.num_exclusive(sequence.pages))
 
     def _view_after_reuse(self, answering: Answering) -> SequenceView:
-        known = self.held.known(answering.sequence.ids, self._reusable(answering))
+        known = self.held.known(answering.sequence.ids, answering.reusable)
         return answering.sequence.view_after(*known.reuse)
-
-    def _reusable(self, answering: Answering) -> int | None:
-        return 0 if answering.wants_scores and not answering.announced else None
 
     def _carry_out(self, plan: StepPlan) -> None:
         for key in plan.preempt:
             self.preempt(key)
         admitted = [self._waiting.pop(key) for key in plan.admit]
-        self._running.update((a.sequence.key, a) for a in admitted)
+        self._running.update((a.key, a) for a in admitted)
         for key in plan.passed_over:
             self._running[key].sequence.passed_over += 1
         ended = self.held.begin(
-            [(a.sequence, self._reusable(a)) for a in admitted],
+            [(a.sequence, a.reusable) for a in admitted],
             plan.new_pages,
             {run.key for run in plan.runs},
         )
         for answering in admitted:
-            self._count_reused(answering, ended[answering.sequence.key])
+            sequence = answering.sequence
+            if sequence.reused is None:  # or it was preempted, and comes back
+                answering.begins(ended[answering.key], self.held.resumed(sequence))
+                self.totals.reused_tokens += sequence.computed
 
-    def _count_reused(self, answering: Answering, ended: Ended) -> None:
-        """Args:
-        ended: why the prefix tree's match did.
-        """
-        sequence = answering.sequence
-        if sequence.reused is not None:  # it was preempted, and comes back
-            return
-        sequence.reused = sequence.computed
-        self.totals.reused_tokens += sequence.computed
-        if sequence.pending == 1:
-            ended = Ended.WHOLE
-        elif answering.wants_scores:
-            ended = Ended.OFF
-        elif ended is Ended.WHOLE:  # of what a state is kept for
-            ended = Ended.STATE
-        answering.resumed = Resumed(ended, self.held.resumed(sequence))
-
-    def _within_scored_rows(self, runs: Seq[Run]) -> list[Run]:
-        return [
-            Run(run.key, min(run.tokens, SCORED_ROWS)) if self._scoring(run.key) else run
-            for run in runs
-        ]
-
-    def _scoring(self, key: str) -> bool:
-        answering = self._running[key]
-        return answering.wants_scores and not answering.announced
+    def _runs(self, plan: StepPlan) -> list[tuple[Answering, int]]:
+        """What the plan runs, and how many tokens of it."""
+        pairs = [(self._running[run.key], run.tokens) for run in plan.runs]
+        return [(a, min(tokens, SCORED_ROWS) if a.scoring else tokens) for a, tokens in pairs]
 
     def _inject_faults(self) -> None:
         if self._fault.slow_s:
@@ -531,7 +489,7 @@ class EngineCore:
         begin, end = sequence.computed, sequence.computed + tokens
         self.held.extend(sequence, end)
         last = int(end == len(sequence.ids))
-        logits = tokens if self._scoring(sequence.key) else last
+        logits = tokens if answering.scoring else last
         states = self.held.recurrence.step(sequence, tokens)
         return Span(sequence.ids[begin:end], begin, sequence.pages, logits, states)
 
@@ -547,10 +505,6 @@ class EngineCore:
         states = self.held.recurrence.step_ahead(span.states)
         return Span((0,), begin, sequence.pages, 1, states)
 
-    def _sampling(self, answering: Answering, tokens: int) -> SamplingState | None:
-        """How the token after the step's is drawn; None while more of the prompt is to come."""
-        return answering.sampling if tokens == answering.sequence.pending else None
-
     def _commit(self, step: Launched, draws: Seq[Draw | EngineFailed]) -> list[Output]:
         drawing, row = [], 0
         for (answering, tokens), span in zip(step.runs, step.spans, strict=True):
@@ -559,8 +513,8 @@ class EngineCore:
                 drawing.append(answering)  # of a step launched ahead: its token is surplus
                 self.held.recurrence.abandon(span.states)
                 continue
-            if self._scoring(sequence.key):
-                self._score(answering, span, step.result.logits()[row : row + span.logits])
+            if answering.scoring:
+                answering.score(span.begin, step.result.logits()[row : row + span.logits])
             row += span.logits
             sequence.computed += tokens
             self.held.recurrence.commit(sequence, span.states)
@@ -571,17 +525,6 @@ class EngineCore:
                 drawing.append(answering)
         pairs = list(zip(drawing, draws, strict=True))
         return [self._answer(a, draw) for a, draw in pairs if self._is_live(a)]
-
-    def _score(self, answering: Answering, span: Span, logits: torch.Tensor) -> None:
-        """Log-probabilities of the prompt's own tokens: row i judges token i + 1."""
-        top = answering.request.prompt_logprobs
-        assert top is not None
-        if not answering.scores:
-            answering.scores.append(None)
-        ids, end = answering.sequence.ids, answering.sequence.prompt_tokens
-        for place, row in enumerate(logits, start=span.begin + 1):
-            if place < end:
-                answering.scores.append(token_logprob(row, ids[place], top))
 
     def _fail(self, answering: Answering, cause: EngineFailed) -> Output:
         sequence, key = answering.sequence, answering.request.request_id
@@ -598,36 +541,18 @@ class EngineCore:
         sequence, request = answering.sequence, answering.request
         if isinstance(draw, EngineFailed):
             return self._fail(answering, draw)
-        sequence.ids.append(draw.token)
+        first = not answering.announced
+        output = answering.take(draw, self._most_output(sequence))
         self.totals.output_tokens += 1
-        finish = self._finish(sequence, draw.token)
-        first, answering.announced = not answering.announced, True
-        output = Output(
-            request.request_id,
-            (draw.token,),
-            (draw.logprob,) if draw.logprob else (),
-            tuple(answering.scores) if first and answering.wants_scores else None,
-            sequence.reused if first else None,
-            answering.resumed if first else None,
-            finish,
-        )
         if first:
             self.held.note_anchors(sequence, request.anchors)
-        if finish:
+        if output.finish:
             del self._running[request.request_id]
             self.held.give_back(sequence, answered=True)
             self.totals.finished += 1
         elif sequence.computed % self.kv.page_tokens == 0:
             self.held.keep(sequence)
         return output
-
-    def _finish(self, sequence: Sequence, token: int) -> Finish | None:
-        request = sequence.request
-        if token in request.eos_ids:
-            return Finish.EOS
-        if token in request.stop_ids:
-            return Finish.STOP
-        return Finish.LENGTH if sequence.output_tokens >= self._most_output(sequence) else None
 
     def _most_output(self, sequence: Sequence) -> int:
         """Tokens that were asked for, or that the pool can have room for since it was changed."""
