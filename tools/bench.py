@@ -308,7 +308,7 @@ def told(gaps: dict[str, float]) -> str:
         f"resident against offloaded: {gaps['bitwise']} equal to the last bit, mean gap "
         f"{gaps['mean']:.4f}, 99 % within {gaps['p99']:.4f}, largest {gaps['largest']:.4f} nat; "
         f"{100 * gaps['far']:.1f} % beyond {FAR} nat, where a router's choice was close; "
-        f"{gaps['drawn_equal']} drawn tokens equal, {gaps['answers_parted']} answers parted."
+        f"{gaps['decoded_equal']} decoded tokens equal, {gaps['answers_parted']} answers parted."
     )
 
 

@@ -117,17 +117,17 @@ Answers = dict[str, list]
 
 
 async def answers(server: Server, scored: Sequence[Sequence[int]]) -> Answers:
-    """Log-probabilities of the same tokens by prefill, and of drawn ones by decoding."""
-    drawn = [await server.drawn_logprobs(p[:32], 48, seed=i) for i, p in enumerate(scored)]
+    """Log-probabilities of the same tokens by prefill, and of the likeliest ones by decoding."""
+    greedy = [await server.greedy_logprobs(p[:32], 48) for p in scored]
     return {
         "prompts": [await server.prompt_logprobs(p) for p in scored],
-        "tokens": [tokens for tokens, _ in drawn],
-        "drawn": [logprobs for _, logprobs in drawn],
+        "tokens": [tokens for tokens, _ in greedy],
+        "greedy": [logprobs for _, logprobs in greedy],
     }
 
 
 def agreement(one: Answers, other: Answers, far: float) -> dict[str, float]:
-    """How far two servers of one model are apart, in nat; drawn tokens as long as they are equal.
+    """How far two servers of one model are apart, in nat; decoded tokens as long as they are equal.
 
     Args:
         far: gaps beyond it are counted.
@@ -138,7 +138,7 @@ def agreement(one: Answers, other: Answers, far: float) -> dict[str, float]:
         for a, b in zip(p, q, strict=True)
     ]
     equal = parted = 0
-    pairs = zip(one["tokens"], other["tokens"], one["drawn"], other["drawn"], strict=True)
+    pairs = zip(one["tokens"], other["tokens"], one["greedy"], other["greedy"], strict=True)
     for mine, theirs, p, q in pairs:
         same = next((i for i, (a, b) in enumerate(zip(mine, theirs)) if a != b), len(mine))
         gaps += [abs(a - b) for a, b in zip(p[:same], q[:same], strict=True)]
@@ -153,6 +153,6 @@ def agreement(one: Answers, other: Answers, far: float) -> dict[str, float]:
         "p99": gaps[int(0.99 * (len(gaps) - 1))],
         "largest": gaps[-1],
         "far": sum(gap > far for gap in gaps) / len(gaps),
-        "drawn_equal": equal,
+        "decoded_equal": equal,
         "answers_parted": parted,
     }

@@ -107,11 +107,15 @@ class Server:
         """Of each token of the prompt but the first: what prefill computes."""
         return (await self._logprobs(prompt, 1, echo=True, temperature=0.0))[1][1:-1]
 
-    async def drawn_logprobs(
-        self, prompt: Sequence[int], tokens: int, seed: int
+    async def greedy_logprobs(
+        self, prompt: Sequence[int], tokens: int
     ) -> tuple[list[str], list[float]]:
-        """The tokens drawn with a seed, and their log-probabilities: what decoding computes."""
-        return await self._logprobs(prompt, tokens, temperature=1.0, seed=seed, ignore_eos=True)
+        """The likeliest tokens, and their log-probabilities: what decoding computes.
+
+        Drawn ones would not do: where 150,000 tokens are about as likely, the smallest difference
+        of one logit moves the draw to a neighbour.
+        """
+        return await self._logprobs(prompt, tokens, temperature=0.0, ignore_eos=True)
 
     async def _logprobs(
         self, prompt: Sequence[int], tokens: int, **fields: Any

@@ -55,11 +55,11 @@ def test_the_plot_is_an_image_of_every_row_with_a_bar():
     assert widths[0] == pytest.approx(2 * widths[1], rel=0.01)  # 1.5 and 0.75 times their bars
 
 
-def test_agreement_compares_drawn_tokens_until_they_part():
-    one = {"prompts": [[-1.0, -2.0]], "tokens": [["a", "b", "c"]], "drawn": [[-1.0, -1.0, -9.0]]}
-    other = {"prompts": [[-1.0, -2.5]], "tokens": [["a", "b", "d"]], "drawn": [[-1.0, -1.1, -1.0]]}
+def test_agreement_compares_decoded_tokens_until_they_part():
+    one = {"prompts": [[-1.0, -2.0]], "tokens": [["a", "b", "c"]], "greedy": [[-1.0, -1.0, -9.0]]}
+    other = {"prompts": [[-1.0, -2.5]], "tokens": [["a", "b", "d"]], "greedy": [[-1.0, -1.1, -1.0]]}
     gaps = agreement(one, other, 0.25)
-    assert (gaps["compared"], gaps["bitwise"], gaps["drawn_equal"], gaps["answers_parted"]) == (
+    assert (gaps["compared"], gaps["bitwise"], gaps["decoded_equal"], gaps["answers_parted"]) == (
         4, 2, 2, 1,
     )  # fmt: skip
     assert gaps["largest"] == 0.5
