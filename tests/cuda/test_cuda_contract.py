@@ -165,6 +165,35 @@ def test_anything_asked_of_a_token_is_drawn_ahead(count, held):
     assert len(followed) >= 14, "rows end at three lengths, and each end makes the batch anew"
 
 
+@pytest.fixture(scope="module", params=[True, False], ids=["held", "free"])
+def asked_alone(request):
+    with engine_core(MODEL, max_running=1) as core:
+        answers = comparable(answer_all(core, asking(14, held=request.param, tokens=24)))
+    return request.param, answers
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_who_comes_and_goes_changes_no_token_of_others(asked_alone, seed):
+    """Any of it at once: waves, preemption, slots that change hands, steps that nobody reads."""
+    held, wanted = asked_alone
+    rng = random.Random(seed + 2 * held)
+    arrive = {name: rng.randrange(60) for name in wanted}
+    leave = {name: rng.randrange(5, 90) for name in wanted if rng.random() < 0.2}
+    with cuda_core(
+        MODEL, slots=9, max_running=rng.choice([3, 8, 12]), num_pages=rng.choice([14, 20, 40]),
+        prefill_chunk=16,
+    ) as core:  # fmt: skip
+        requests = asking(14, held=held, tokens=24)
+        answers = comparable(answer_all(core, requests, arrive=arrive, leave=leave))
+    for name, (tokens, logprobs, finish, error) in answers.items():
+        if finish is None:
+            assert name in leave
+            whole = wanted[name]
+            assert (tokens, logprobs) == (whole[0][: len(tokens)], whole[1][: len(logprobs)])
+        else:
+            assert (tokens, logprobs, finish, error) == wanted[name]
+
+
 def test_requests_that_wait_for_a_place_do_not_stop_steps_from_being_launched_ahead():
     many = [request(f"r{i}", prompt(i, 12), 30) for i in range(4)]
     with cuda_core(MODEL, slots=9, max_running=2) as core:
