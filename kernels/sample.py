@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -39,10 +40,11 @@ class RowNumbers:
 
     @property
     def shapes(self) -> Shapes:
+        ranked = self.flags & LOGPROBS != 0
         if not self.temperature:
-            return Shapes(full=self.flags != 0)
+            return Shapes(self.flags != 0, ranked=ranked)
         by_k, by_p = self.top_k > 0, self.top_p < 1
-        return Shapes(by_k or by_p or self.min_p > 0 or self.flags != 0, by_k, by_p)
+        return Shapes(by_k or by_p or self.min_p > 0 or self.flags != 0, by_k, by_p, ranked)
 
 
 class Shapes(NamedTuple):
@@ -51,12 +53,13 @@ class Shapes(NamedTuple):
     full: bool = False  # False: nothing but a temperature
     by_k: bool = False
     by_p: bool = False
+    ranked: bool = False
 
     def __or__(self, other: Shapes) -> Shapes:
         return Shapes(*(mine or theirs for mine, theirs in zip(self, other)))
 
 
-ALL_SHAPES = (Shapes(), *(Shapes(True, k, p) for k in (False, True) for p in (False, True)))
+ALL_SHAPES = (Shapes(), *(Shapes(True, *needs) for needs in product((False, True), repeat=3)))
 
 
 def _padded(batch: int) -> int:

@@ -2,7 +2,7 @@
 
 A step of decode is two graphs, forward and sample, so that a mask which depends on the token before
 may come while forward runs. A sample graph allocates nothing, and each batch size has a few: rows
-with nothing but a temperature need three launches, those with top_k and top_p seven times as many.
+with nothing but a temperature need three launches, those with top_k and top_p six times as many.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class RowSampler:
         """Capture the draw from ``logits``, which every launch then has to come from.
 
         Nothing is allocated, so there is no need to empty caches before, as ``torch.cuda.graph``
-        does: with five captures for each batch size that would take a good part of a second.
+        does: with nine captures for each batch size that would take a good part of a second.
         """
         with torch.cuda.stream(stream):
             for shapes in ALL_SHAPES:

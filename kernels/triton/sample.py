@@ -7,7 +7,8 @@
               tokens for top_k first, then mass for top_p
     mass      of each block
     pick      the block in which the uniform number falls, then the token within it
-    rank, logprobs   the best of each block, and of all; the model's own log-probabilities
+    rank, logprobs   if a row asks for it: the best of each block, and of all, and the model's own
+              log-probabilities
 
 Masses are whole numbers, units of 2**-44 of the most likely token's: their sum does not depend on
 the order of additions, and neither does a draw. Reads and writes B * V a few times, from the L2
@@ -344,7 +345,7 @@ def sample(
     work: Work,
     shapes: Shapes,  # what any row needs
 ) -> None:
-    """``sample_ref`` as 3 launches, or 7 to 21 if more than a temperature is needed."""
+    """``sample_ref`` as 3 launches, or 5 to 21 if more than a temperature is needed."""
     B, V, R = *logits.shape, rows.padded
     assert logits.is_contiguous() and logits.dtype == torch.float32, (logits.stride(), logits.dtype)
     assert len(work.x) >= B and work.x.shape[1] == V, (logits.shape, work.x.shape)
@@ -379,7 +380,7 @@ def sample(
         out.tokens, out.bad, ids, R, V, NB,
         FULL=shapes.full, PENALISED=PENALISED, PASSES=PASSES, num_warps=8, **common,
     )  # fmt: skip
-    if shapes.full:
+    if shapes.ranked:
         _rank_kernel[grid](
             logits, ints, work.ranked, R, V, NB,
             LOGPROBS=LOGPROBS, MOST=MOST_TOP, TOP=TOP, BLOCK=BLOCK, num_warps=8,
