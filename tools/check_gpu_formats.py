@@ -2,8 +2,8 @@
 """Checks the Triton kernels of weight formats on a CUDA machine and times them.
 
 As ``check_gpu_kernels``, for experts and dense matrices in each scaled format, and for gpt-oss'
-experts with their biases and clamped activation. Compiling takes most of the time: checks of
-several formats may run side by side, and leave what the bench needs in the cache.
+experts with their biases and clamped activation. Compiling takes most of the time: the checks run
+side by side, a process for each case, and leave most of what the bench needs in the cache.
 
     PYTHONPATH=. python tools/check_gpu_formats.py [--only NAME]... [--no-check] [--no-bench]
 """
@@ -13,8 +13,10 @@ several formats may run side by side, and leave what the bench needs in the cach
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -226,26 +228,37 @@ def bench_dense(name: str) -> None:
         row(f"linear {name} T={T} 2048 to 5120", s, num_bytes, 2 * T * 2048 * 5120)
 
 
+def side_by_side(names: Sequence[str]) -> bool:
+    """Check each case in a process of its own; whether all were right."""
+    command = [sys.executable, __file__, "--no-bench", "--only"]
+    threads = max(1, (os.cpu_count() or 1) // len(names))
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    running = [subprocess.Popen([*command, name], env=environment) for name in names]
+    codes = [process.wait() for process in running]
+    return not any(codes)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", action="append", choices=CASES, help="one case, or several")
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--no-bench", action="store_true")
     arguments = parser.parse_args()
+    names = arguments.only or list(CASES)
     torch.manual_seed(1)
-    for name in arguments.only or CASES:
+    if not arguments.no_check and len(names) > 1 and not side_by_side(names):
+        failures.append("a case, see above")
+    for name in names:
         case = CASES[name]
-        pools = Pools(case)
-        if not arguments.no_check:
-            check_experts(name, case, pools)
+        if not arguments.no_check and len(names) == 1:
+            check_experts(name, case, Pools(case))
             if name in FORMATS:
                 check_dense(name)
-            print(f"{name} checked: {len(failures)} wrong so far", flush=True)
+            print(f"{name} checked: {len(failures)} wrong", flush=True)
         if not arguments.no_bench:
-            bench_experts(name, case, pools)
+            bench_experts(name, case, Pools(case))
             if name in FORMATS:
                 bench_dense(name)
-        del pools
         torch.cuda.empty_cache()
     print("all checks passed" if not failures else f"{len(failures)} WRONG")
     return int(bool(failures))
