@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .residency import CudaExperts
+from .residency import Residency
 
 
 class CapturedExperts:
@@ -15,7 +15,7 @@ class CapturedExperts:
             read every expert where the table says, and nothing waits.
     """
 
-    def __init__(self, experts: CudaExperts, batch: int, *, divided: bool) -> None:
+    def __init__(self, experts: Residency, batch: int, *, divided: bool) -> None:
         self._division, self._divided = experts.division, divided
         self._rows = {layer: row for row, layer in enumerate(experts.layers)}
         shape = (len(experts.layers), batch, experts.experts_per_token)

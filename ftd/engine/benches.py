@@ -9,7 +9,7 @@ import torch
 
 from ftd.config import Config
 from ftd.cuda.bench import CudaBench
-from ftd.cuda.residency import CudaExperts
+from ftd.cuda.experts import CudaExperts
 from ftd.engine.cuda_runner import CudaRunner
 from ftd.engine.profiling import Profiling
 from ftd.experts.cpu_bench import CpuBench

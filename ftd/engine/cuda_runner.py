@@ -19,10 +19,11 @@ import structlog
 import torch
 
 from ftd.cuda.captured import CapturedExperts
+from ftd.cuda.experts import CudaExperts
 from ftd.cuda.graphs import BATCHES, DecodeGraph, DecodeRow, batch_for
 from ftd.cuda.kv import CudaKvCache
 from ftd.cuda.precompile import compiling, mark_of
-from ftd.cuda.residency import CudaExperts, Launch
+from ftd.cuda.residency import Launch
 from ftd.cuda.sampling import MOST_ROWS, RowSampler, SamplerMemory
 from ftd.cuda.tables import Fetched
 from ftd.engine.api import Sampling

@@ -30,12 +30,12 @@ from ftd.checkpoint.stored import StoredMatrix
 from ftd.config import Config
 from ftd.cuda.cpu_experts import CpuExperts
 from ftd.cuda.device import choose_gpu
+from ftd.cuda.experts import CudaExperts
 from ftd.cuda.graphs import BATCHES
 from ftd.cuda.host_pages import PinnedPages
 from ftd.cuda.kv import CudaKvCache
 from ftd.cuda.memory import DeviceMemory, held_bytes
 from ftd.cuda.pinned import register
-from ftd.cuda.residency import CudaExperts
 from ftd.cuda.states import CudaStates
 from ftd.engine.api import EngineLimits
 from ftd.engine.benches import on_cpu, on_gpu, tune_cpu

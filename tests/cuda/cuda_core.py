@@ -14,11 +14,11 @@ import torch
 from ftd.checkpoint.load import load_weights
 from ftd.config import load_config
 from ftd.cuda.cpu_experts import CpuExperts
+from ftd.cuda.experts import CudaExperts
 from ftd.cuda.graphs import BATCHES
 from ftd.cuda.host_pages import PinnedPages
 from ftd.cuda.kv import CudaKvCache
 from ftd.cuda.memory import DeviceMemory
-from ftd.cuda.residency import CudaExperts
 from ftd.cuda.states import CudaStates
 from ftd.engine.benches import on_gpu
 from ftd.engine.core import EngineCore
