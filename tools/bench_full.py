@@ -102,6 +102,12 @@ def prepare(name: str, o: argparse.Namespace, results: Results) -> Path:
             "written_s": time.perf_counter() - began_s,
         },
     )
+    written = results.facts[name]
+    print(
+        f"{name}: {layers} of {family.layers} layers, {file_bytes / GiB:.1f} GiB, "
+        f"written in {written['written_s']:.0f} s",
+        flush=True,
+    )
     return path
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ftd.checkpoint.collector import without_collector
 from ftd.checkpoint.stored import (
     UNUSED_ANYWHERE,
     StoredMatrix,
@@ -54,6 +55,7 @@ class Checkpoint:
         return sum(t.nbytes for t in self.tensors.values())
 
 
+@without_collector
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read config, index and the header of every file of weights.
 

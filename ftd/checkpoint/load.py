@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ftd.checkpoint.collector import without_collector
 from ftd.checkpoint.headers import Checkpoint, dense_matrices
 from ftd.checkpoint.stored import Section, StoredMatrix, find_matrix, find_vector
 from ftd.checkpoint.tensorfile import FileStamp, TensorInfo, open_regular
@@ -70,6 +71,17 @@ def load_weights(
         CheckpointError: a read failed, or a file is no longer the one that was checked.
         NotReady: cancelled.
     """
+    jobs, dense = _plan_reads(checkpoint, architecture, spec, host_pool)
+    total = sum(job.end - job.begin for job in jobs)
+    _Reader(checkpoint.files, progress, cancelled, total).run(jobs, threads or DEFAULT_THREADS)
+    return dense
+
+
+@without_collector
+def _plan_reads(
+    checkpoint: Checkpoint, architecture: Architecture, spec: ModelSpec, host_pool: HostPool
+) -> tuple[list[Job], dict[str, Matrix]]:
+    """All reads in the order of the disk, and the dense tensors that some of them fill."""
     plan = _Plan()
     dense: dict[str, Matrix] = {}
     shapes = architecture.dense_tensors(spec)
@@ -95,10 +107,7 @@ def load_weights(
                     plan.matrix(
                         find_matrix(checkpoint.tensors, checkpoint.path, part), matrix, record
                     )
-    jobs = plan.jobs()
-    total = sum(job.end - job.begin for job in jobs)
-    _Reader(checkpoint.files, progress, cancelled, total).run(jobs, threads or DEFAULT_THREADS)
-    return dense
+    return plan.jobs(), dense
 
 
 Fill = Callable[[list[Piece]], None]
@@ -211,17 +220,22 @@ class _Reader:
             fds = {file: open_files.enter_context(open_regular(file)) for file in files}
             for file, fd in fds.items():
                 self._refuse_changed(file, fd)
+            waiting = iter(jobs)  # of all threads: a future for each of many would take longer
             with ThreadPoolExecutor(threads, thread_name_prefix="ftd-load") as pool:
-                reads = [pool.submit(self._read, fds[job.file], job) for job in jobs]
+                reads = [pool.submit(self._read_on, fds, waiting) for _ in range(threads)]
                 failed = next((e for r in reads if (e := r.exception())), None)
             if failed:
                 raise failed
             for file, fd in fds.items():
                 self._refuse_changed(file, fd)
 
+    def _read_on(self, fds: Mapping[Path, int], waiting: Iterator[Job]) -> None:
+        for job in waiting:
+            if self._stop.is_set():
+                return
+            self._read(fds[job.file], job)
+
     def _read(self, fd: int, job: Job) -> None:
-        if self._stop.is_set():
-            return
         try:
             if self._cancelled():
                 raise NotReady(

@@ -249,7 +249,8 @@ class _Finder:
         check_tensor(scale, fmt.scale_shape(self.rows, self.columns), {"F8_E4M3": None})
         if factor.shape not in ((), (1,)) or factor.dtype not in WIDENED:
             raise unsupported(factor, "expected one number, " + ", ".join(WIDENED))
-        kept = _all(factor, partial(convert, WIDENED[factor.dtype]))
+        as_it_is = convert is _widen and factor.dtype == "F32"
+        kept = _all(factor, None if as_it_is else partial(convert, WIDENED[factor.dtype]))
         return StoredMatrix(fmt, _all(numbers), _all(scale), kept, self.unused())
 
     def fp8(self, numbers: TensorInfo) -> StoredMatrix:
