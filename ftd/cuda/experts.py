@@ -2,8 +2,8 @@
 
 A layer waits for its routing, then brings the union of missed experts over the link by DMA, the
 most used into slots, the next into a staging area; the CPU computes some that have few tokens.
-While the layer computes, what the next one surely misses is on its way. Kernels find an expert where
-it is, so each layer has a table of its own.
+While it computes, what the next layer surely misses is on its way. Kernels find an expert where it
+is, so each layer has a table of its own.
 """
 
 from __future__ import annotations
