@@ -15,9 +15,9 @@ pytestmark = [
 
 FAMILIES = [
     "gpt_oss", "gpt_oss-mxfp4", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe",
-    "qwen3_moe-fp8", "qwen3_moe-fp8-ct", "qwen3_moe-int4-ct", "qwen3_moe-mixed", "qwen3_moe-mxfp4-ct",
-    "qwen3_moe-nvfp4", "qwen3_moe-nvfp4-ct", "qwen3_moe-tied", "qwen3_moe-unnormalised",
-    "qwen3_next",
+    "qwen3_moe-fp8", "qwen3_moe-fp8-ct", "qwen3_moe-int4-ct", "qwen3_moe-mixed",
+    "qwen3_moe-mxfp4-ct", "qwen3_moe-nvfp4", "qwen3_moe-nvfp4-ct", "qwen3_moe-tied",
+    "qwen3_moe-unnormalised", "qwen3_next",
 ]  # fmt: skip
 
 
