@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -18,6 +21,7 @@ from cuda_core import cuda_core
 
 from ftd.cuda import precompile
 from ftd.cuda.graphs import BATCHES
+from ftd.engine import cuda_runner
 from ftd.engine.cuda_runner import CudaRunner
 from ftd.kernels.triton.ops import CudaOps
 
@@ -96,9 +100,36 @@ def rehearse(name: str) -> dict[str, object]:
     return {"found": sorted(set(found)), "missing": sorted(set(NAMES))}
 
 
+def start_on_gpu(name: str) -> dict[str, object]:
+    """What a start with an empty cache compiles in its rehearsal, and what only afterwards."""
+    compiled: dict[bool, list[str]] = {True: [], False: []}
+    rehearsing = False
+
+    @contextmanager
+    def noticed(threads: int) -> Iterator[None]:
+        nonlocal rehearsing
+        with precompile.compiling(threads):
+            rehearsing = True
+            yield
+        rehearsing = False
+
+    def hook(*, repr: str, **_: object) -> None:
+        compiled[rehearsing].append(repr)
+
+    cuda_runner.compiling = noticed
+    knobs.runtime.jit_post_compile_hook = hook
+    with cuda_core(ORACLES / name, slots=9, ops=CudaOps(), device="cuda:0", fetch_of=[0, 0, 1]):
+        pass
+    return {"found": len(compiled[True]), "missing": sorted(compiled[False])}
+
+
 def main() -> None:
+    *on, name = ["", *sys.argv[1:]]
+    if "gpu" in on:
+        print(json.dumps(start_on_gpu(name)))
+        return
     driver.set_active(Driver())
-    print(json.dumps(rehearse(sys.argv[1]) if len(sys.argv) > 1 else compile_some()))
+    print(json.dumps(rehearse(name) if name else compile_some()))
 
 
 if __name__ == "__main__":

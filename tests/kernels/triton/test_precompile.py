@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -38,3 +39,12 @@ def test_a_rehearsal_finds_every_kernel_of_the_warm_up(name, kernel, tmp_path):
     kernels = run(tmp_path, name)
     assert not kernels["missing"]
     assert any(kernel in found for found in kernels["found"]), kernels
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss-mxfp4", "qwen3_5_moe"])
+def test_a_start_on_a_gpu_compiles_nothing_after_its_rehearsal(name, tmp_path):
+    kernels = run(tmp_path, "gpu", name)
+    assert kernels["found"] > 20
+    assert not kernels["missing"]
