@@ -313,7 +313,10 @@ def told(gaps: dict[str, float]) -> str:
 
 
 def show(paths: Sequence[Path], machine: str | None) -> int:
-    found = {path.stem: Results.read(path) for path in paths}
+    found = {
+        path.resolve().parent.name if path.stem == "results" else path.stem: Results.read(path)
+        for path in paths
+    }
     if len(found) == 1:
         print(report(*found.values(), machine))
         return 0
