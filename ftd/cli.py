@@ -14,7 +14,7 @@ import click
 
 from ftd import __version__
 from ftd.config import Config, flag, load_config, setting_default, settings
-from ftd.errors import ConfigError, FtdError
+from ftd.errors import ConfigError, FtdError, GpuLost
 
 
 def _option(f: dataclasses.Field[Any]) -> click.Option:
@@ -48,6 +48,8 @@ def _run(check: bool, profile: bool, **flags: Any) -> None:
         if e.hint:
             click.echo(f"ftd: hint: {e.hint}", err=True)
         code = 2 if isinstance(e, ConfigError) else 1
+        if isinstance(e, GpuLost):
+            _leave(code)  # the interpreter's own end would ask the GPU, and abort
     sys.exit(code)
 
 
