@@ -19,6 +19,8 @@ _LEAVE = "\x1b[?25h\x1b[?1049l"
 _HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[K\x1b[J"
 _BEGIN, _END = "\x1b[?2026h", "\x1b[?2026l"  # one update; terminals that know it show no half
 
+AGAIN_S = 1.0  # q is taken to be lost
+
 Render = Callable[[int, int], Sequence[str]]  # columns, rows → lines
 
 
@@ -31,6 +33,7 @@ class Screen:
 
     def __init__(self, stream: TextIO, keys: TextIO | None = None) -> None:
         self._stream = stream
+        self._left = threading.Event()
         self._keys = keys if keys is not None and keys.isatty() else None
         self._render: Render = lambda columns, rows: []
         self._drawing = self._stale = False
@@ -46,6 +49,7 @@ class Screen:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._left.set()
         signal.signal(signal.SIGWINCH, self._old_winch)
         if self._keys:
             termios.tcsetattr(self._keys, termios.TCSADRAIN, self._old_keys)
@@ -78,6 +82,8 @@ class Screen:
         while key := os.read(self._keys.fileno(), 1):
             if key in b"qQ" and main is not None:
                 signal.pthread_kill(main, signal.SIGINT)
+                while not self._left.wait(AGAIN_S):  # it came where an exception gets lost
+                    signal.pthread_kill(main, signal.SIGINT)
                 return
 
 

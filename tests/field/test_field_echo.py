@@ -5,14 +5,22 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from ask import post
-from running_ftd import ANSWERS
+from running_ftd import ANSWERS, running_ftd
 
 KEY = next(k for k, a in ANSWERS.items() if a["thinking"] and a["calls"])
 (CALL,) = ANSWERS[KEY]["calls"]
 PARAMETERS = {"type": "object", "properties": {key: {} for key in CALL["arguments"]}}
 FILLER = "The quick brown fox jumps over the lazy dog. "
 FUNCTION = {"name": CALL["name"], "parameters": PARAMETERS}
+
+
+@pytest.fixture
+def fresh():
+    """A pool in which nothing of others has its worth."""
+    with running_ftd() as ftd:
+        yield ftd
 
 
 def rewritten(arguments: str) -> str:
@@ -76,8 +84,8 @@ async def test_responses(ftd):
     nearly_all(cached, first["usage"]["total_tokens"])
 
 
-async def test_titles_and_sub_agents_leave_the_main_conversation_its_prefix(ftd):
-    beside = 0  # tokens
+async def test_titles_and_sub_agents_leave_the_main_conversation_its_prefix(fresh):
+    ftd, beside = fresh, 0  # tokens
     path = "/v1/chat/completions"
     system = {"role": "system", "content": f"Main. {FILLER * 70}"}
     messages = [system, {"role": "user", "content": KEY}]
