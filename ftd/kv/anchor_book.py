@@ -51,7 +51,10 @@ class AnchorBook:
         """
         side, turns = self._is_side(session, prompt_tokens), 0
         self._remember(session, prompt_tokens)
-        runs: Iterator[Run] = iter(self._tree.path(ids))
+        path = self._tree.path(ids)
+        for passed in path:
+            passed.session = session if passed.session in (None, session) else ""
+        runs: Iterator[Run] = iter(path)
         run = next(runs, None)
         for anchor in anchors:
             while run is not None and anchor.position > run.end:
@@ -164,10 +167,10 @@ class AnchorBook:
 
 
 def _owner(run: Run) -> str | None:
-    """The session of the last anchor on the way to the end of a run."""
+    """The session of the last anchor on the way to the end of a run; without one, its own."""
     at: Run | None = run
     while at is not None:
         if at.anchors:
             return at.anchors[max(at.anchors)].session
         at = at.parent
-    return None
+    return run.session

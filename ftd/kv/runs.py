@@ -22,6 +22,7 @@ class Run:
         "pages",
         "parent",
         "queued",
+        "session",
         "tokens",
         "trimmed",
         "used",
@@ -40,6 +41,7 @@ class Run:
         self.branches = 0  # ways on beside the first
         self.chance = 0.0  # of a match, as it was guessed at first
         self.anchors: dict[int, KeptAnchor] = {}  # by position
+        self.session: str | None = None  # whose requests came by; "": of several, or of nobody
         self.trimmed = False  # what followed has been evicted
         self.queued = False  # has its one entry in the eviction queue
 
@@ -98,7 +100,7 @@ class Run:
         assert self.parent is not None and 0 < num_pages < len(self.pages), num_pages
         tokens = num_pages * page_tokens
         upper = Run(self.parent, self.begin, self.tokens[:tokens], self.pages[:num_pages])
-        upper.used, upper.chance = self.used, self.chance
+        upper.used, upper.chance, upper.session = self.used, self.chance, self.session
         self.parent.adopt(self.key(page_tokens), upper)
         self.parent, self.begin = upper, upper.end
         self.tokens, self.pages = self.tokens[tokens:], self.pages[num_pages:]

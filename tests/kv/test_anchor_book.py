@@ -104,6 +104,14 @@ def test_dropping_a_session_takes_what_stands_behind_its_last_anchor_too(tree, p
     assert pool.free == pool.num_pages
 
 
+def test_dropping_a_session_takes_what_has_lost_its_anchors(tree, pool, book):
+    keep(tree, pool, book, range(24), at(20), "a")
+    assert tree.evict(2) == 2 and standing(book) == set()
+    assert book.drop("b") == 0
+    assert book.drop("a") == 4
+    assert pool.free == pool.num_pages
+
+
 def test_a_title_of_a_session_is_told_from_its_main_prompt(tree, pool, book):
     first = book.first_chance("s", 10)
     keep(tree, pool, book, range(100), at(50), "s")
