@@ -19,8 +19,6 @@ _LEAVE = "\x1b[?25h\x1b[?1049l"
 _HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[K\x1b[J"
 _BEGIN, _END = "\x1b[?2026h", "\x1b[?2026l"  # one update; terminals that know it show no half
 
-AGAIN_S = 1.0  # q is taken to be lost
-
 Render = Callable[[int, int], Sequence[str]]  # columns, rows → lines
 
 
@@ -33,7 +31,6 @@ class Screen:
 
     def __init__(self, stream: TextIO, keys: TextIO | None = None) -> None:
         self._stream = stream
-        self._left = threading.Event()
         self._keys = keys if keys is not None and keys.isatty() else None
         self._render: Render = lambda columns, rows: []
         self._drawing = self._stale = False
@@ -42,6 +39,8 @@ class Screen:
         self._stream.write(_ENTER)
         self._stream.flush()
         self._old_winch = signal.signal(signal.SIGWINCH, lambda *_: self._paint())
+        # whoever started us may have it ignored, as nohup and job runners do
+        self._old_int = signal.signal(signal.SIGINT, signal.default_int_handler)
         if self._keys:
             self._old_keys = termios.tcgetattr(self._keys)
             tty.setcbreak(self._keys)
@@ -49,8 +48,8 @@ class Screen:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._left.set()
         signal.signal(signal.SIGWINCH, self._old_winch)
+        signal.signal(signal.SIGINT, self._old_int)
         if self._keys:
             termios.tcsetattr(self._keys, termios.TCSADRAIN, self._old_keys)
         self._stream.write(_LEAVE)
@@ -82,8 +81,6 @@ class Screen:
         while key := os.read(self._keys.fileno(), 1):
             if key in b"qQ" and main is not None:
                 signal.pthread_kill(main, signal.SIGINT)
-                while not self._left.wait(AGAIN_S):  # it came where an exception gets lost
-                    signal.pthread_kill(main, signal.SIGINT)
                 return
 
 

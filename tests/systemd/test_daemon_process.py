@@ -70,7 +70,11 @@ class Process:
                 time.sleep(0.02)
 
     def http(self, path, body=None):
-        return fetch(self.call(p.Status()).http + path, body)
+        until_s = time.monotonic() + 20
+        while not (address := self.call(p.Status()).http):  # the control socket is there first
+            assert time.monotonic() < until_s
+            time.sleep(0.02)
+        return fetch(address + path, body)
 
     def wait(self):
         """Exit code and what was written to stderr; the promise about time is checked by kill."""
