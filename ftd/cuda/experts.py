@@ -181,13 +181,17 @@ class CudaExperts(Residency):
         if row == len(self.layers) or not self.pinned:
             return
         sure = policy.surely_used(self._plan.value[row], self._num_tokens)
-        coming = {k % self.num_experts for k in self._table.filling if k // self.num_experts == row}
+        coming = self._coming(row)
         absent = [
             expert
             for expert in sure.tolist()
             if self._table.residency[row, expert] == EMPTY and expert not in coming
         ]
         self._stage(row, self._places.take(row, absent[: AHEAD_BYTES // self._layout.record_bytes]))
+
+    def _coming(self, row: int) -> set[int]:
+        """Experts of a layer that are on their way into slots."""
+        return {k % self.num_experts for k in self._table.filling if k // self.num_experts == row}
 
     def _count_ahead(self, row: int, counts: np.ndarray) -> None:
         came = self._places.enter(row)
@@ -204,10 +208,7 @@ class CudaExperts(Residency):
         rate = self._uses[row] / self._num_tokens
         values = self._plan.value
         values[row] = policy.value_after(self._state, self._tuning, row, rate, steps)
-        filling = [
-            k % self.num_experts for k in self._table.filling if k // self.num_experts == row
-        ]
-        missed = np.setdiff1d(missed, filling)  # these are on their way already
+        missed = np.setdiff1d(missed, list(self._coming(row)))
         hottest = policy.in_order(missed, values[row, missed])
         num_free = self._table.num_free
         behind = np.flatnonzero(self._table.residency[:row] != EMPTY)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from ftd.experts.split import PromptRates, cpu_seconds, prompt_share
+from ftd.experts.split import PromptRates, prompt_share
 from ftd.kernels.activation import Activation
 from ftd.kernels.cpu.native import NativeOps
 from ftd.kernels.formats import ExpertLayout
@@ -76,7 +76,7 @@ class PromptShare:
         fitting = int(np.searchsorted(np.cumsum(tokens), MOST_ROUTES, side="right"))
         rates = replace(self.rates, fixed_s=self._fixed_s + launch_s)
         taken = min(fitting, prompt_share(rates, tokens, on_link))
-        self._expected_s = cpu_seconds(rates, tokens[:taken]) - rates.fixed_s
+        self._expected_s = sum(map(rates.expert_s, tokens[:taken]))
         return missed[:taken]
 
     def begin(

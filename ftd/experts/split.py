@@ -97,10 +97,9 @@ class PromptRates:
     cpu_row_s: float  # to compute one token of one expert there
     fixed_s: float = 0.0  # of the CPU's part: activations go there and products come back
 
-
-def cpu_seconds(rates: PromptRates, tokens: Sequence[int]) -> float:
-    """What the CPU needs for experts with so many tokens."""
-    return rates.fixed_s + sum(max(rates.cpu_s, rows * rates.cpu_row_s) for rows in tokens)
+    def expert_s(self, tokens: int) -> float:
+        """Of one expert on the CPU."""
+        return max(self.cpu_s, tokens * self.cpu_row_s)
 
 
 def prompt_share(rates: PromptRates, tokens: Sequence[int], on_link: int = 0) -> int:
@@ -114,7 +113,7 @@ def prompt_share(rates: PromptRates, tokens: Sequence[int], on_link: int = 0) ->
     best, best_s = 0, (len(tokens) + on_link) * rates.link_s
     cpu_s = rates.fixed_s
     for taken, rows in enumerate(tokens, 1):
-        cpu_s += max(rates.cpu_s, rows * rates.cpu_row_s)
+        cpu_s += rates.expert_s(rows)
         layer_s = max(cpu_s, (len(tokens) - taken + on_link) * rates.link_s)
         if layer_s < best_s:
             best, best_s = taken, layer_s

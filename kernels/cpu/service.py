@@ -13,11 +13,10 @@ import torch
 from ftd.errors import EngineFailed
 
 from ..activation import Activation
-from ..formats import FORMATS, ExpertLayout
-from .native import NativeOps, _Activation, _Layout
+from ..formats import ExpertLayout
+from .native import _CODE, NativeOps, _Activation, _Layout
 
 _LINE = 64  # bytes of a cache line: bell and answer have one each
-_CODE = {row.dtype: row.code for row in FORMATS.values() if not row.scaled}
 
 
 class _Mailbox(Structure):
