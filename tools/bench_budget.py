@@ -6,7 +6,8 @@
 Four greedy streams run all the time. Each change of the budget is carried out between two of their
 steps, as ``ftctl budget`` does: slots less and more, KV less and more, memory from one to the other
 and back. Then a long prompt is asked for while three streams run: cold, known in the pool, and
-known in host memory alone. Prints Markdown; what follows ``--`` are settings of ftd.
+known in host memory alone. At last the pool is filled with prompts that have ended, and halved.
+Prints Markdown; what follows ``--`` are settings of ftd.
 """
 
 from __future__ import annotations
@@ -177,6 +178,33 @@ def tier_table(core: EngineCore, streams: Streams, prompt_tokens: int) -> None:
         print(f"| {name} | {1e3 * first_s:.1f} | {1e3 * streams.longest_s:.1f} |", flush=True)
 
 
+def full_table(core: EngineCore, streams: Streams, prompt_tokens: int) -> None:
+    """A pool full of prompts that have ended gives up half, and later has it again."""
+    pages, slots = core.pages.num_pages, core.experts.counters().slots_total
+    while core.pages.free > 2 * prompt_tokens // core.kv.page_tokens:
+        streams.wait_for(streams.ask(streams.prompt(prompt_tokens), 1))
+    print("\n| a pool full of cached prompts | pause, ms | longest gap, ms | cached before | after |")
+    print("|---|---|---|---|---|")
+    for name, num_pages in (("halved", pages // 2), ("restored", pages)):
+        streams.run(0.5)
+        streams.clear()
+        streams.step(settle=True)
+        idle, saved = core.pages.idle, _saved(core)
+        done = resize(core, num_pages, slots)
+        cached = [format_bytes(n * core.kv.page_bytes) for n in (idle, core.pages.idle)]
+        kept = format_bytes((_saved(core) - saved) * core.kv.page_bytes)
+        streams.run(0.5)
+        print(
+            f"| {name} | {1e3 * done.paused_s:.1f} | {1e3 * streams.longest_s:.1f} | {cached[0]} "
+            f"| {cached[1]}, {kept} more in host memory, {told(done)} |",
+            flush=True,
+        )
+
+
+def _saved(core: EngineCore) -> int:
+    return core.held.host.pages_saved if core.held.host else 0
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -185,6 +213,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=4.0, help="that each change moves")
     parser.add_argument("--prompt", type=int, default=512, help="tokens before each stream's own")
     parser.add_argument("--long", type=int, default=8192, help="tokens of the prompt for tiers")
+    parser.add_argument("--full", type=int, default=2048, help="tokens of what fills the pool")
     parser.add_argument("settings", nargs="*", help="of ftd, behind --")
     args = parser.parse_args()
     pairs = zip(args.settings[::2], args.settings[1::2], strict=True)
@@ -197,7 +226,9 @@ def main() -> None:
     try:
         streams.start(4)
         budget_table(core, prepared, streams, args.gib)
-        tier_table(core, streams, min(args.long, prepared.plan.context_tokens - 2))
+        long = min(args.long, prepared.plan.context_tokens - 2)
+        tier_table(core, streams, long)
+        full_table(core, streams, min(long, args.full))
     finally:
         core.close()
 
