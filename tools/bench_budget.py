@@ -183,7 +183,7 @@ def full_table(core: EngineCore, streams: Streams, prompt_tokens: int) -> None:
     pages, slots = core.pages.num_pages, core.experts.counters().slots_total
     while core.pages.free > 2 * prompt_tokens // core.kv.page_tokens:
         streams.wait_for(streams.ask(streams.prompt(prompt_tokens), 1))
-    print("\n| a pool full of cached prompts | pause, ms | longest gap, ms | cached before | after |")
+    print("\n| a pool full of cached prompts | pause, ms | longest gap, ms | cached | after |")
     print("|---|---|---|---|---|")
     for name, num_pages in (("halved", pages // 2), ("restored", pages)):
         streams.run(0.5)

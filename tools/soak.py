@@ -2,6 +2,7 @@
 
     python tools/soak.py --minutes 10 --clients 8 --budgets
     python tools/soak.py --model /models/x --minutes 2 -- --dtype float32 --cpu-threads 2
+    python tools/soak.py --budgets --vram 3G -- --device cuda
 
 Starts an ftd of its own, asks each question of a set of conversations once while nothing else runs,
 and then lets clients hold these conversations all at once: shared system prompts, tool turns,
@@ -198,7 +199,7 @@ class Soak:
             tokens, slots = str(rng.choice(KV_TOKENS)), str(rng.choice(SLOTS))
             change = Budget(kv_tokens=tokens, expert_slots=slots)
             if rng.random() < BY_NEED:
-                change = Budget(vram="24M", auto=True)
+                change = Budget(vram=self.args.vram, auto=True)
             try:
                 done = await asyncio.to_thread(self.call, change)
             except Refused:  # a request under way is longer than the pool would be
@@ -368,6 +369,7 @@ def main() -> int:
     parser.add_argument("--conversations", type=int, default=24)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--budgets", action="store_true", help="change pool and slots meanwhile")
+    parser.add_argument("--vram", default="24M", help="that is divided by need at times")
     parser.add_argument("flags", nargs="*", help="further flags of ftd, behind --")
     args = parser.parse_args()
     flags = ["--device=cpu", "--dtype=float32", *FLAGS, *args.flags]
