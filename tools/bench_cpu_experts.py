@@ -7,7 +7,7 @@ the processor can, with the same threads. Bursts take turns, so that noise meets
 pair gives one share. The head (--vocab rows) is measured the same way.
 
     python tools/bench_cpu_experts.py                       # sizes of Qwen3-30B-A3B, bf16
-    python tools/bench_cpu_experts.py --threads 14 --batch 1 2 4 8 --json
+    python tools/bench_cpu_experts.py --threads 14 --format bf16 fp8 mxfp4 nvfp4 int4 --vocab 0
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--inner", type=int, default=768)
     parser.add_argument("--experts-per-token", type=int, default=8)
     parser.add_argument("--vocab", type=int, default=151936, help="rows of the head; 0: none")
-    parser.add_argument("--format", choices=FORMATS, default="bf16")
+    parser.add_argument("--format", choices=FORMATS, nargs="+", default=["bf16"])
     parser.add_argument("--act", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--same", action="store_true", help="all tokens choose the same experts")
@@ -58,6 +58,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--isa", default="auto")
     parser.add_argument("--library", type=Path, help="from check_cpu_kernels.py --build")
     parser.add_argument("--prefetch", type=int, help="bytes ahead; default: calibrated")
+    parser.add_argument("--calibrate-seconds", type=float, default=2.0, help="for each format")
     parser.add_argument("--pool-gib", type=float, default=3.0)
     parser.add_argument("--seconds", type=float, default=4.0, help="for each line")
     parser.add_argument("--json", action="store_true")
@@ -194,8 +195,8 @@ def bench_experts(
     return paired(ops, layer, read, args.seconds)
 
 
-def bench_head(ops: NativeOps, batch: int, args: argparse.Namespace) -> dict[str, float]:
-    fmt = FORMATS[args.format]
+def bench_head(ops: NativeOps, name: str, batch: int, args: argparse.Namespace) -> dict[str, float]:
+    fmt = FORMATS[name]
     layout, num_bytes = matrix_layout(fmt, args.vocab, args.hidden)
     record, head_bytes = huge_memory(num_bytes), layout.payload_bytes
     put_matrix(record, layout)
@@ -212,6 +213,28 @@ def bench_head(ops: NativeOps, batch: int, args: argparse.Namespace) -> dict[str
     )
 
 
+def bench_format(
+    ops: NativeOps, name: str, args: argparse.Namespace
+) -> dict[str, dict[str, float]]:
+    """Its lines by their names. Sets the prefetch distances."""
+    layout = expert_layout(FORMATS[name], args.hidden, args.inner)
+    _memory, address = expert_pool(layout, int(args.pool_gib * GIB))
+    if args.prefetch is None:
+        act = getattr(torch, args.act)
+        seconds = args.calibrate_seconds
+        ops.calibrate(layout, address, act, args.experts_per_token, seconds)
+    else:
+        ops.set_prefetch(layout, args.prefetch, args.prefetch)
+    distance = "/".join(f"{b / 1024:g}" for b in ops.prefetch_bytes or ())
+    lines = {
+        f"{name} x {b}, {distance} KiB": bench_experts(ops, layout, address, b, args)
+        for b in args.batch
+    }
+    if args.vocab:
+        lines[f"{name} head {args.vocab}"] = bench_head(ops, name, 1, args)
+    return lines
+
+
 def main() -> int:
     args = arguments()
     torch.manual_seed(0)
@@ -220,42 +243,27 @@ def main() -> int:
     if ops is None:
         print(native.unavailable_reason(args.library), file=sys.stderr)
         return 1
-    layout = expert_layout(FORMATS[args.format], args.hidden, args.inner)
-    memory, address = expert_pool(layout, int(args.pool_gib * GIB))
-    if args.prefetch is None:
-        found = ops.calibrate(
-            layout, address, getattr(torch, args.act), args.experts_per_token, 2.0
-        )
-        prefetch = found.prefetch_bytes
-    else:
-        prefetch = (args.prefetch, args.prefetch)
-        ops.set_prefetch(layout, *prefetch)
+    results = {name: bench_format(ops, name, args) for name in args.format}
     facts = {
         "isa": ops.name,
         "threads": ops.pool.threads,
-        "format": args.format,
         "act": args.act,
         "expert": f"{args.hidden}x{args.inner}",
-        "pool GiB": round(memory.numel() / GIB, 2),
-        "prefetch bytes": list(prefetch),
     }
-    lines = {
-        f"experts, batch {b}": bench_experts(ops, layout, address, b, args) for b in args.batch
-    }
-    if args.vocab:
-        lines[f"head {args.vocab}, batch 1"] = bench_head(ops, 1, args)
     ops.close()
     if args.json:
-        print(json.dumps({**facts, "results": lines}))
+        print(json.dumps({**facts, "results": results}))
         return 0
     print(", ".join(f"{name} {value}" for name, value in facts.items()))
     print(f"{'':24} {'GB/s':>6} {'p90':>6}   {'read':>6} {'p90':>6}   share (p10 .. p90)")
-    for name, r in lines.items():
-        print(
-            f"{name:24} {r['GB/s']:6.1f} {r['GB/s p90']:6.1f}   {r['read GB/s']:6.1f} "
-            f"{r['read GB/s p90']:6.1f}   {r['share %']:3.0f} % ({r['share % p10']:.0f} .. "
-            f"{r['share % p90']:.0f}), {r['pairs']:.0f} pairs, {r['pairs left out']:.0f} disturbed"
-        )
+    for lines in results.values():
+        for name, r in lines.items():
+            print(
+                f"{name:24} {r['GB/s']:6.1f} {r['GB/s p90']:6.1f}   {r['read GB/s']:6.1f} "
+                f"{r['read GB/s p90']:6.1f}   {r['share %']:3.0f} % ({r['share % p10']:.0f} .. "
+                f"{r['share % p90']:.0f}), {r['pairs']:.0f} pairs, "
+                f"{r['pairs left out']:.0f} disturbed"
+            )
     return 0
 
 
