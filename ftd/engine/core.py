@@ -135,7 +135,7 @@ class EngineCore:
         self._waiting: dict[str, Answering] = {}  # in order of arrival
         self._running: dict[str, Answering] = {}
         self._prefilling: frozenset[str] = frozenset()  # in the pass that runs now
-        self._pauses: Pauses | None = None  # while there are both prompts and streams
+        self._pauses = Pauses()
         self._paused_s = 0.0  # of the pass that runs now
         self._early: list[Output] = []  # not delivered yet
         self._ahead: Launched | None = None  # launched before the step before it was read
@@ -311,10 +311,10 @@ class EngineCore:
         runs = self._runs(plan)
         assert runs, "requests wait, but the plan runs nothing"
         if not plan.prompt_tokens:
-            self._pauses = None
+            self._pauses = self._pauses.over()
             return self._run(runs, Borders(self.experts, self._look))
         self._prefilling = frozenset(a.key for a, _ in runs)
-        self._pauses = self._pauses or Pauses(self._clock())
+        self._pauses = self._pauses.since(self._clock())
         self._paused_s = 0.0
         try:
             step = self._run(runs, Borders(self.experts, self._look, self._pause))
@@ -344,7 +344,7 @@ class EngineCore:
         """Within a layer of a pass: decode steps of the streams, as many as are due."""
         streams = self._streams()
         if not streams:
-            self._pauses = Pauses(self._clock())  # nobody has waited
+            self._pauses = self._pauses.over().since(self._clock())  # nobody has waited
         elif self._is_due(len(streams)):
             with self.experts.within_pass():
                 while self._is_due(len(streams)) and (rows := self._with_pages(streams)):
@@ -352,7 +352,6 @@ class EngineCore:
                     streams = self._streams()
 
     def _is_due(self, rows: int) -> bool:
-        assert self._pauses is not None
         return rows > 0 and self._pauses.due(self._clock(), self.rates.decode_step_s(rows))
 
     def _streams(self) -> list[Answering]:
@@ -376,7 +375,6 @@ class EngineCore:
         return rows
 
     def _run_beside(self, rows: Seq[Answering]) -> None:
-        assert self._pauses is not None
         began_s = self._clock()
         step = self._run([(a, 1) for a in rows], Borders(self.experts, self._look))
         outputs = self._complete(step, began_s, beside=True)

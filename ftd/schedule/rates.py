@@ -4,30 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from statistics import median
 
-_DECODE_KEEP = 0.8  # of the old mean, at each measurement
+_DECODE_STEPS = 31  # the last so many: a few that something disturbed do not move their median
 _CHUNK_KEEP = 0.97
 _SPREAD = 0.1  # chunk sizes must differ by this part of their mean for a line to be drawn
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Seconds of a decode step by its rows, and of a prompt chunk as a line over its tokens.
+    """Seconds of the last decode steps by rows, and of a prompt chunk as a line over its tokens.
 
     A chunk costs ``fixed_s + token_s * tokens`` on top of the decode rows it runs with. The fixed
     part is large where any chunk, however small, reads most of the experts.
     """
 
-    decode_s: Mapping[int, float] = field(default_factory=dict)
+    decode_s: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     # Sums over the chunks measured, older ones weighing less: number, n, s, n², n·s
     chunks: tuple[float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0)
 
     def measured(self, decode_rows: int, prompt_tokens: int, seconds: float) -> Rates:
         """The rates after one more step."""
         if prompt_tokens == 0:
-            old = self.decode_s.get(decode_rows, seconds)
-            mean = _DECODE_KEEP * old + (1 - _DECODE_KEEP) * seconds
-            return replace(self, decode_s={**self.decode_s, decode_rows: mean})
+            last = (*self.decode_s.get(decode_rows, ()), seconds)[-_DECODE_STEPS:]
+            return replace(self, decode_s={**self.decode_s, decode_rows: last})
         s = max(seconds - (self.decode_step_s(decode_rows) or 0.0), 0.0)
         n = float(prompt_tokens)
         sums = zip(self.chunks, (1.0, n, s, n * n, n * s), strict=True)
@@ -35,10 +35,10 @@ class Rates:
         return replace(self, chunks=(a, b, c, d, e))
 
     def decode_step_s(self, rows: int) -> float | None:
-        """Seconds of a step of so many rows: as measured for the nearest number of them."""
+        """Median seconds of a step of so many rows, of the nearest number of them measured."""
         if rows == 0 or not self.decode_s:
             return None
-        return self.decode_s[min(self.decode_s, key=lambda measured: abs(measured - rows))]
+        return median(self.decode_s[min(self.decode_s, key=lambda known: abs(known - rows))])
 
     @property
     def chunk_tokens(self) -> float:

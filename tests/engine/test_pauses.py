@@ -18,7 +18,7 @@ from driving import (
 from test_contract import ORACLES, requests
 
 from ftd.engine.api import Output
-from ftd.schedule.pauses import SHARE, Pauses
+from ftd.schedule.pauses import Pauses
 
 MODELS = ("qwen3_moe", "qwen3_next")
 
@@ -119,7 +119,7 @@ def test_streams_keep_their_share_of_the_time_of_long_prompts():
         began, finished = layers, False
         while not finished:
             finished = any(o.request_id == "long" and o.finish for o in core.step())
-        assert len(brought) * per_step / (layers - began) == pytest.approx(SHARE, abs=0.03)
+        assert len(brought) * per_step / (layers - began) == pytest.approx(Pauses().aim, abs=0.03)
         assert core.status().running == 1
 
 

@@ -26,7 +26,7 @@ class FakeEngine:
     cost_s: Callable[[int, int], float] = lambda rows, tokens: 1.0 + 0.1 * rows + 0.01 * tokens
     now_s: float = 0.0
     rates: Rates = field(default_factory=Rates)
-    pauses: Pauses | None = None
+    pauses: Pauses = field(default_factory=Pauses)
     waiting: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
@@ -101,13 +101,13 @@ class FakeEngine:
             for run in plan.runs:
                 self.advance(by_key[run.key], run.tokens)
         else:
-            self.pauses = None
+            self.pauses = self.pauses.over()
             self.decode([by_key[run.key] for run in plan.runs])
 
     def compute_pass(self, plan):
         """Layer by layer, with decode steps of the others in between."""
         inside = {run.key for run in plan.runs}
-        self.pauses = self.pauses or Pauses(self.now_s)
+        self.pauses = self.pauses.since(self.now_s)
         for _ in range(LAYERS):
             self.now_s += self.cost_s(0, plan.prompt_tokens) / LAYERS
             while rows := self.streams(inside):
@@ -119,7 +119,7 @@ class FakeEngine:
                 took_s = self.now_s - began_s
                 self.pauses = self.pauses.ran(took_s, decode_s or took_s)
             if not rows:
-                self.pauses = Pauses(self.now_s)
+                self.pauses = self.pauses.over().since(self.now_s)
 
     def streams(self, inside):
         rows = []

@@ -23,6 +23,14 @@ def test_decode_steps_follow_a_change():
     assert rates.decode_step_s(1) == pytest.approx(0.050, rel=0.01)
 
 
+def test_a_few_disturbed_steps_do_not_move_what_one_takes():
+    """Those before a prompt: its text is read and cut into tokens while they run."""
+    rates = Rates()
+    for seconds in [0.002] * 20 + [0.007] * 8:
+        rates = rates.measured(1, 0, seconds)
+    assert rates.decode_step_s(1) == pytest.approx(0.002)
+
+
 def test_a_chunk_costs_what_it_adds_to_its_decode_rows():
     rates = Rates().measured(2, 0, 0.010)
     for tokens in (64, 512):
