@@ -1,17 +1,27 @@
 // y[t] = Σ_k weights[t, k] · W2 activation(W1 x[t], W3 x[t]) with the matrices of expert ids[t, k],
 // each of which may add a bias.
 //
-// Routes are sorted by expert, so each distinct expert is read once: 3 · H · I weights. Three jobs:
-// gate and up rows of all experts; down rows of all experts; each token's sum over its routes, in
-// the order of k whatever expert came first. Without weights there is no sum: each route's part is
-// the result.
+// Routes are sorted by expert, so each distinct expert is read once: 3 · H · I weights. One job
+// does gate and up rows of all experts, then down rows; whoever comes to an expert's down rows too
+// early brings them into its cache meanwhile. A second one makes each token's sum over its routes,
+// in the order of k whatever expert came first. Without weights there is no sum: each route's part
+// is the result, and goes there directly.
 #include <string.h>
 
+#include <new>
+
 #include "ops.h"
+#include "units.h"
 
 using namespace ftd;
 
 namespace {
+
+// How far an expert's gate and up rows have come; on a cache line of its own.
+struct alignas(kCacheLine) Progress {
+  std::atomic<int32_t> left{0};    // units
+  std::atomic<bool> ready{false};  // h is there, packed
+};
 
 // Routes of one expert.
 struct Group {
@@ -23,6 +33,8 @@ struct Group {
   const Matmul* down;     // ... and W2
   const void** x;         // packed, for gate_up
   const void** h;         // packed, for down
+  float* plain_h;         // [count, I] before it is packed as a whole; null: piece by piece
+  Progress* progress;
   int node;
 };
 
@@ -35,35 +47,48 @@ struct Moe {
   int32_t* place;  // [T, K] where a route's product lies, counted over all experts; -1: not in use
   int64_t num_groups;
   int64_t num_routes;
+  bool few;  // so few routes that h is packed by whoever ends it: units of any length
 };
 
 constexpr int64_t kProductFloats = 4 << 20;  // of down's results before they are added: 16 MiB
+constexpr int64_t kPlainFloats = 128 << 10;  // of h, if one thread packs an expert's
+constexpr int64_t kAheadBytes = 256 << 10;   // that a waiting thread brings into its cache
 
-// A matrix of every group, cut into units of rows.
-struct Units {
-  int64_t rows;       // of a unit
-  int64_t per_group;  // units
-  int64_t count;      // of all groups
-
-  // A dozen units a thread end together, more or less; below 32 rows reading suffers.
-  Units(int64_t matrix_rows, const Moe& moe, int threads) {
-    const int64_t wanted = matrix_rows * moe.num_groups / (12 * threads) / kPackAlign * kPackAlign;
-    rows = greatest(kPackAlign, least(8 * kPackAlign, wanted));
-    per_group = (matrix_rows + rows - 1) / rows;
-    count = per_group * moe.num_groups;
-  }
-  const Group& group(const Moe& moe, int64_t unit) const { return moe.groups[unit / per_group]; }
-  int64_t first_row(int64_t unit) const { return unit % per_group * rows; }
+// Units of a job, and where each node's end: its experts come first for its threads.
+struct Job {
+  Unit* units;
+  int64_t count;
+  int64_t* ends;
 };
 
-// Where each node's units end: its experts come first for its threads.
-const int64_t* node_ends(const Moe& moe, Pool& pool, const Units& units) {
-  int64_t* ends = pool.shared().take<int64_t>(size_t(pool.nodes()));
-  for (int64_t node = 0, g = 0; node < pool.nodes(); ++node) {
-    while (g < moe.num_groups && moe.groups[g].node == node) ++g;
-    ends[node] = g * units.per_group;
+// Down rows of all groups, after their gate and up rows if these are still to be done.
+Job deal_out(const Moe& moe, Pool& pool, bool gate_up, int64_t down_rows) {
+  bool tiles = false;  // multiply 16 rows at a time
+  for (int64_t g = 0; g < moe.num_groups; ++g) tiles |= moe.groups[g].gate_up->group > 1;
+  const FtdExpertLayout& layout = moe.layout;
+  const int64_t align = tiles ? 16 : 8, threads = greatest(1, pool.threads() / pool.nodes());
+  const int64_t up_rows = gate_up ? layout.inner : 0;
+  const Deal up = {Stage::gate_up, moe.few ? align : kPackAlign,
+                   2 * row_bytes(layout.gate.format, layout.hidden), threads};
+  const Deal down = {Stage::down, align, row_bytes(layout.down.format, layout.inner), threads};
+  const int64_t most =
+      up.most_units(0, moe.num_groups, up_rows) + down.most_units(0, moe.num_groups, down_rows);
+  Job job = {pool.shared().take<Unit>(size_t(most)), 0,
+             pool.shared().take<int64_t>(size_t(pool.nodes()))};
+  Unit* end = job.units;
+  int64_t begin = 0;
+  for (int node = 0; node < pool.nodes(); ++node) {
+    int64_t last = begin;
+    while (last < moe.num_groups && moe.groups[last].node == node) ++last;
+    const Unit* first = end;
+    end = up.out(end, begin, last, up_rows);
+    for (; first < end; ++first) moe.groups[first->group].progress->left += 1;
+    end = down.out(end, begin, last, down_rows);
+    job.ends[node] = end - job.units;
+    begin = last;
   }
-  return ends;
+  job.count = end - job.units;
+  return job;
 }
 
 // Sorts routes by expert. False where an id is out of range.
@@ -102,9 +127,11 @@ bool group_routes(Moe& moe, Pool& pool, const int32_t* ids, const int64_t* addre
       group.routes = sorted + begin[e];
       group.first = begin[e];
       group.count = count;
+      group.progress = new (arena.take<Progress>(1)) Progress;
       group.node = node;
     }
   }
+  moe.few = moe.num_routes * moe.layout.inner <= kPlainFloats;
   return true;
 }
 
@@ -122,6 +149,7 @@ void pack_inputs(Moe& moe, FtdOps& ops, const void* x) {
     group.gate_up = &choose(ops.kernels, moe.layout.gate.format, moe.act, group.count);
     group.down = &choose(ops.kernels, moe.layout.down.format, moe.act, group.count);
     group.h = packed_groups(pool.shared(), *group.down, group.count, inner).groups;
+    if (moe.few) group.plain_h = pool.shared().take<float>(size_t(group.count * inner));
     if (group.gate_up->group == 1) {
       any_single = true;
       group.x = pool.shared().take<const void*>(size_t(group.count));
@@ -132,7 +160,7 @@ void pack_inputs(Moe& moe, FtdOps& ops, const void* x) {
   }
   if (any_single) {
     const Packed packed = packed_groups(pool.shared(), single, moe.tokens, hidden);
-    split(pool, moe.tokens, 1, hidden * 4, [&](int64_t first, int64_t last, int) {
+    split(pool, moe.tokens, 1, 2 * hidden, [&](int64_t first, int64_t last, int) {
       for (int64_t t = first; t < last; ++t)
         single.pack(offset(x, t * x_row_bytes), moe.act, 0, hidden, hidden, 0,
                     const_cast<void*>(packed.groups[t]));
@@ -160,11 +188,21 @@ void add_bias(const FtdOps& ops, const Matrix& matrix, int64_t first, int64_t ro
     ops.kernels.add_scaled(matrix.bias + first, 1.0f, products + t * stride, rows);
 }
 
-// First job: h rows [first, last) of one expert, for all its tokens, packed for the down matrix.
-void gate_up_rows(const Moe& moe, FtdOps& ops, const Group& group, int64_t first, int64_t last,
-                  Arena& arena) {
+// Packs rows [first, first + rows) of h, [count, stride] floats, for the down matrix.
+void pack_h(const Moe& moe, const Group& group, const float* h, int64_t stride, int64_t first,
+            int64_t rows) {
+  const int64_t inner = moe.layout.inner;
+  for (int64_t i = 0; i < group.count; ++i) {
+    group.down->pack(h + i * stride, FTD_F32, first, rows, inner, int(i % group.down->group),
+                     const_cast<void*>(group.h[i / group.down->group]));
+  }
+}
+
+// Rows of one expert's h, for all its tokens.
+void gate_up_rows(const Moe& moe, FtdOps& ops, const Unit& unit, Arena& arena) {
   const FtdExpertLayout& layout = moe.layout;
-  const int64_t rows = last - first;
+  const Group& group = moe.groups[unit.group];
+  const int64_t first = unit.first, rows = unit.rows;
   const int64_t prefetch = ops.prefetch_bytes[layout.gate.format][group.count > 1];
   float* gate = arena.take<float>(size_t(rows * group.count));
   float* up = arena.take<float>(size_t(rows * group.count));
@@ -175,24 +213,53 @@ void gate_up_rows(const Moe& moe, FtdOps& ops, const Group& group, int64_t first
   add_bias(ops, w1, first, rows, gate, group.count, rows);
   add_bias(ops, w3, first, rows, up, group.count, rows);
   ops.kernels.gate_up(gate, up, gate, rows * group.count, moe.act, moe.activation);
-  for (int64_t i = 0; i < group.count; ++i) {
-    group.down->pack(gate + i * rows, FTD_F32, first, rows, layout.inner,
-                     int(i % group.down->group), const_cast<void*>(group.h[i / group.down->group]));
+  for (int64_t i = 0; moe.few && i < group.count; ++i)
+    memcpy(group.plain_h + i * layout.inner + first, gate + i * rows, size_t(rows) * sizeof *gate);
+  if (!moe.few) pack_h(moe, group, gate, rows, first, rows);
+  Progress& progress = *group.progress;
+  if (progress.left.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+  if (moe.few) pack_h(moe, group, group.plain_h, layout.inner, 0, layout.inner);
+  progress.ready.store(true, std::memory_order_release);
+}
+
+// Until an expert's h is there. Its gate and up rows have been claimed before: somebody is at them.
+void wait_for_h(const Group& group, const uint8_t* weights, int64_t bytes) {
+  const std::atomic<bool>& ready = group.progress->ready;
+  for (int64_t byte = 0; byte < least(bytes, kAheadBytes); byte += 64) {
+    if (ready.load(std::memory_order_acquire)) return;
+    __builtin_prefetch(weights + byte, 0, 2);
   }
+  wait_until([&] { return ready.load(std::memory_order_acquire); });
 }
 
-// Second job: rows [first, last) of one expert's down matrix; products has [routes, width] floats.
-void down_rows(const Moe& moe, FtdOps& ops, const Group& group, int64_t first, int64_t last,
-               float* products, int64_t width) {
+// Rows of one expert's down matrix from ``column`` on: to ``products``, [routes, width] floats, or
+// without them to y [T · K, H].
+void down_rows(const Moe& moe, FtdOps& ops, const Unit& unit, int64_t column, float* products,
+               int64_t width, float* y, Arena& arena) {
   const FtdExpertLayout& layout = moe.layout;
+  const Group& group = moe.groups[unit.group];
   const Matrix w2(group.record, layout.down, layout.inner);
-  float* out = products + group.first * width;
-  group.down->run({w2, first, last - first, group.h, group.count, out, width,
+  const int64_t first = column + unit.first, rows = unit.rows;
+  const int64_t bytes = row_bytes(layout.down.format, layout.inner);
+  wait_for_h(group, w2.numbers + first * bytes, rows * bytes);
+  float* out;
+  int64_t out_stride = width;
+  if (products) {
+    out = products + group.first * width + unit.first;
+  } else if (group.count == 1) {
+    out = y + group.routes[0] * layout.hidden + first;
+  } else {
+    out = arena.take<float>(size_t(rows * group.count));
+    out_stride = rows;
+  }
+  group.down->run({w2, first, rows, group.h, group.count, out, out_stride,
                    ops.prefetch_bytes[layout.down.format][group.count > 1]});
-  add_bias(ops, w2, first, last - first, out, group.count, width);
+  add_bias(ops, w2, first, rows, out, group.count, out_stride);
+  for (int64_t i = 0; !products && group.count > 1 && i < group.count; ++i)
+    memcpy(y + group.routes[i] * layout.hidden + first, out + i * rows, size_t(rows) * sizeof *out);
 }
 
-// Third job: some columns of one token's y.
+// Some columns of one token's y.
 void add_routes(const Moe& moe, FtdOps& ops, const float* weights, const float* products,
                 int64_t width, int64_t token, int64_t columns, float* y) {
   memset(y, 0, size_t(columns) * sizeof *y);
@@ -215,48 +282,32 @@ extern "C" int32_t ftd_moe(FtdOps* ops, const void* x, int32_t act, const int32_
     return FTD_BAD_SHAPE;
   Pool& pool = ops->pool;
   const Turn turn(pool);
-  Moe moe = {*layout, *activation, act, tokens, routes, nullptr, nullptr, 0, 0};
+  Moe moe = {*layout, *activation, act, tokens, routes, nullptr, nullptr, 0, 0, false};
   if (!group_routes(moe, pool, ids, address, experts)) return FTD_BAD_INDEX;
   pack_inputs(moe, *ops, x);
 
   const int64_t inner = layout->inner, hidden = layout->hidden;
   const int64_t row_cost = cost_of(moe.num_groups * row_bytes(layout->down.format, inner),
                                    moe.num_routes * inner);  // of a down row of every expert
-  const Units up(inner, moe, pool.threads());
-  share(
-      pool, up.count, 2 * hidden * row_cost,
-      [&](int64_t unit, int thread) {
-        const int64_t first = up.first_row(unit);
-        gate_up_rows(moe, *ops, up.group(moe, unit), first, least(inner, first + up.rows),
-                     pool.fresh(thread));
-      },
-      node_ends(moe, pool, up));
-
   // all of y at once, but for many tokens
   const int64_t fitting = kProductFloats / greatest(1, moe.num_routes) / kPackAlign * kPackAlign;
-  const int64_t width = least(hidden, greatest(kPackAlign, fitting));
-  float* products = pool.shared().take<float>(size_t(moe.num_routes * width));
+  const int64_t width = weights ? least(hidden, greatest(kPackAlign, fitting)) : hidden;
+  float* products = weights ? pool.shared().take<float>(size_t(moe.num_routes * width)) : nullptr;
   for (int64_t column = 0; column < hidden; column += width) {
     const int64_t columns = least(width, hidden - column);
-    const Units down(columns, moe, pool.threads());
+    const Job job = deal_out(moe, pool, column == 0, columns);
     share(
-        pool, down.count, columns * row_cost,
-        [&](int64_t unit, int) {
-          const int64_t first = down.first_row(unit);
-          down_rows(moe, *ops, down.group(moe, unit), column + first,
-                    column + least(columns, first + down.rows), products + first, width);
+        pool, job.count, (columns + (column ? 0 : 2 * hidden)) * row_cost,
+        [&](int64_t number, int thread) {
+          const Unit& unit = job.units[number];
+          if (unit.stage == Stage::gate_up) {
+            gate_up_rows(moe, *ops, unit, pool.fresh(thread));
+          } else {
+            down_rows(moe, *ops, unit, column, products, width, y, pool.fresh(thread));
+          }
         },
-        node_ends(moe, pool, down));
-    if (!weights) {
-      split(pool, tokens * routes, 1, 8 * columns, [&](int64_t first, int64_t last, int) {
-        for (int64_t r = first; r < last; ++r) {
-          if (moe.place[r] >= 0)
-            memcpy(y + r * hidden + column, products + moe.place[r] * width,
-                   size_t(columns) * sizeof *y);
-        }
-      });
-      continue;
-    }
+        job.ends);
+    if (!weights) continue;
     constexpr int64_t kColumns = 512;
     const int64_t strips = (columns + kColumns - 1) / kColumns;
     share(pool, tokens * strips, columns * (moe.num_routes + tokens) * 4, [&](int64_t unit, int) {

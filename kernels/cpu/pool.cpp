@@ -16,7 +16,6 @@ namespace {
 
 constexpr uint64_t kNoUnits = 0xffffffffu;  // low half of a ticket nobody can claim
 constexpr int kSpinsPerClock = 64;          // looking at the clock costs more than a pause
-constexpr int kSpinsBeforeYield = 1 << 14;  // some 200 µs: the thread we wait for may need our core
 
 int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(
@@ -116,6 +115,11 @@ void Pool::wake() {
   if (parked_.load() > 0) futex_wake_all(signal_);
 }
 
+void Pool::keep_awake(bool awake) {
+  kept_awake_.store(awake);
+  if (awake) wake();
+}
+
 void Pool::place(int64_t begin, int64_t bytes, int node) {
   std::lock_guard<std::mutex> lock(turn_);
   ranges_.push_back({begin, begin + bytes, node});
@@ -139,13 +143,7 @@ void Pool::start(int64_t units, Body body, void* context, const int64_t* ends) {
   target_ += units;
   publish(units, body, context, ends);
   work(generation_.load(std::memory_order_relaxed), 0);
-  for (int spins = 0; finished_.load(std::memory_order_acquire) != target_; ++spins) {
-    if (spins < kSpinsBeforeYield) {
-      relax();
-    } else {
-      sched_yield();
-    }
-  }
+  wait_until([this] { return finished_.load(std::memory_order_acquire) == target_; });
 }
 
 void Pool::publish(int64_t units, Body body, void* context, const int64_t* ends) {
@@ -203,6 +201,7 @@ bool Pool::wait_for_job(uint32_t seen) {
       if (generation_.load(std::memory_order_acquire) != seen) return true;
       relax();
     }
+    if (kept_awake_.load()) continue;
     parked_.fetch_add(1);
     if (!stop_.load())
       futex_wait(signal_, signal);  // returns at once if anything was signalled meanwhile

@@ -7,6 +7,7 @@
 // Fork and join cost about 1 µs while workers spin; waking sleepers costs the caller a system call.
 #pragma once
 
+#include <sched.h>
 #include <stdint.h>
 
 #include <atomic>
@@ -29,6 +30,19 @@ inline void relax() {
 #elif defined(__aarch64__)
   asm volatile("yield");
 #endif
+}
+
+constexpr int kSpinsBeforeYield = 1 << 14;  // some 200 µs: the thread we wait for may need our core
+
+template <class Done>
+void wait_until(Done&& done) {
+  for (int spins = 0; !done(); ++spins) {
+    if (spins < kSpinsBeforeYield) {
+      relax();
+    } else {
+      sched_yield();
+    }
+  }
 }
 
 // Memory that an operation takes piecewise and gives back as a whole. Grows to what the largest
@@ -76,6 +90,7 @@ class Pool {
   }
 
   void wake();
+  void keep_awake(bool awake);  // whether workers that have nothing to do go on spinning
   int64_t finished() const { return finished_.load(std::memory_order_relaxed); }
   int parked() const { return parked_.load(std::memory_order_relaxed); }
 
@@ -129,7 +144,7 @@ class Pool {
   alignas(kCacheLine) std::atomic<int64_t> finished_{0};
   alignas(kCacheLine) std::atomic<uint32_t> signal_{0};  // futex: changes with every reason to wake
   std::atomic<int> parked_{0};
-  std::atomic<bool> stop_{false};
+  std::atomic<bool> stop_{false}, kept_awake_{false};
   std::vector<std::thread> workers_;
 };
 

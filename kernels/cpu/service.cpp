@@ -1,7 +1,8 @@
 // Experts for another processor: a GPU in the middle of a captured step rings, the pool computes.
 //
-// The thread never calls the GPU's driver. It spins on the bell while a step is expected, with
-// pauses of growing length where nobody rings, and sleeps on a futex when no step is under way.
+// The thread never calls the GPU's driver. It spins on the bell while a step is expected, and the
+// pool with it; it pauses between looks where nobody has rung for long, and sleeps on a futex when
+// no step is under way.
 #include <pthread.h>
 #include <time.h>
 
@@ -16,7 +17,9 @@ using namespace ftd;
 
 namespace {
 
-constexpr int kSpins = 1 << 17;       // some milliseconds: layers that ask nothing lie between
+// Some milliseconds: between questions lie layers that ask nothing, for longer than the pool spins
+// by itself, and waking it costs 50 µs.
+constexpr int kSpins = 1 << 17;
 constexpr long kPauseNs = 50 * 1000;  // then a look each 50 µs: a prompt may be computing
 
 uint32_t load(const uint32_t* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
@@ -56,6 +59,7 @@ struct FtdService {
   void run() {
     while (wait_for_bell()) {
       if (stuck_.load()) {
+        keep_awake(false);
         std::unique_lock<std::mutex> lock(mutex_);
         wake_.wait(lock, [this] { return stop_.load(); });
         return;
@@ -70,6 +74,7 @@ struct FtdService {
       if (fault) fault_.store(fault);  // answered all the same: whoever asked must not wait
       __atomic_store_n(box_.answer, answered_, __ATOMIC_RELEASE);
     }
+    keep_awake(false);
   }
 
   // False: stop. A number is answered once, and the bell's last one counts.
@@ -82,21 +87,30 @@ struct FtdService {
         return true;
       }
       if (expected_.load(std::memory_order_relaxed) <= 0) {
+        keep_awake(false);
         std::unique_lock<std::mutex> lock(mutex_);
         wake_.wait(lock, [this] { return stop_.load() || expected_.load() > 0; });
         spins = 0;
       } else if (spins >= kSpins) {
+        keep_awake(false);
         const timespec pause = {0, kPauseNs};
         nanosleep(&pause, nullptr);
       } else {
+        keep_awake(true);
         relax();
       }
     }
   }
 
+  void keep_awake(bool awake) {
+    if (awake != awake_) ops_->pool.keep_awake(awake);
+    awake_ = awake;
+  }
+
   FtdOps* ops_;
   const FtdMailbox box_;
   uint32_t answered_;
+  bool awake_ = false;  // the pool is kept so
   std::atomic<int32_t> expected_{0}, fault_{0};
   std::atomic<bool> stop_{false}, stuck_{false};
   std::mutex mutex_;

@@ -113,3 +113,24 @@ def test_a_stuck_thread_does_not_answer_and_can_be_closed(asking):
     asking.service.stick()
     asking.ring(0, x, ids, 1)
     assert not asking.answered(1, 0.2)
+
+
+def test_the_pool_sleeps_when_nobody_rings_for_long_and_when_no_step_is_under_way(asking):
+    def asleep():
+        deadline = time.monotonic() + GIVEN_UP_S
+        workers = asking.ops.pool.threads - 1
+        while asking.ops.pool.parked < workers and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return asking.ops.pool.parked == workers
+
+    x, ids = draw(1, torch.Generator().manual_seed(5))
+    asking.service.expect()
+    assert asleep()  # a step without a question: a prompt, perhaps
+    asking.ring(0, x, ids, 1)
+    assert asking.answered(1)
+    asking.service.done()
+    assert asleep()
+    asking.service.expect()
+    asking.service.stick()
+    asking.ring(0, x, ids, 2)
+    assert asleep()
