@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import chained, let_next_start, wait_for_earlier
 from .numbers import power_of_2, wide_dot
 
 PROGRAMS = 264  # what splitting aims at: two for each of 132 processors
@@ -36,7 +37,9 @@ def _attention_kernel(
     N: tl.constexpr, NKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SINKS: tl.constexpr,
     BQ: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, BK: tl.constexpr,
     SPLITS: tl.constexpr, WINDOWED: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(CHAINED)
     G: tl.constexpr = N // NKV
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -47,6 +50,7 @@ def _attention_kernel(
     d = tl.arange(0, DP)
     key = tl.arange(0, BK)
     at = (row.to(tl.int64) * N + head)[:, None] * D + d[None, :]  # [BQ * GP, DP]
+    wait_for_earlier(CHAINED)
     queries = tl.load(q + at, mask=used[:, None] & (d < D)[None, :], other=0.0)
     if WIDE:
         queries = queries.to(tl.float32)
@@ -119,8 +123,10 @@ def _attention_kernel(
 def _merge_kernel(
     partial, stats, sinks, out,
     N: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr,
-    SPLITS: tl.constexpr, SP: tl.constexpr, DP: tl.constexpr,
+    SPLITS: tl.constexpr, SP: tl.constexpr, DP: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(CHAINED)
+    wait_for_earlier(CHAINED)
     line = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, SP)
     d = tl.arange(0, DP)
@@ -177,14 +183,14 @@ def attention(
         N=N, NKV=kv_heads, D=D, PAGE=page, SINKS=sinks is not None,
         BQ=tile.rows, GP=tile.heads, DP=tile.channels, BK=tile.keys,
         SPLITS=splits, WINDOWED=window is not None, WIDE=wide_dot(q.dtype), STAGES=tile.stages,
-        num_warps=tile.warps,
+        num_warps=tile.warps, **chained(q),
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(T * N,)](
             partial, stats, logits, out,
             N=N, D=D, SINKS=sinks is not None,
             SPLITS=splits, SP=power_of_2(splits), DP=tile.channels,
-            num_warps=2,
+            num_warps=2, **chained(q),
         )  # fmt: skip
     return out
 

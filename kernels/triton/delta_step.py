@@ -16,8 +16,8 @@ import triton.language as tl
 
 from ..delta import UNIT_EPS, DeltaWeights, LayerStates, StateRows
 from .delta import SLOT_ALIGN, log_decay, silu
-from .moe_decode import matrix
-from .numbers import TL_DTYPE, power_of_2
+from .launch import chained, let_next_start, wait_for_earlier
+from .numbers import TL_DTYPE, matrix, power_of_2
 
 
 @triton.jit
@@ -43,7 +43,10 @@ def _step_kernel(
     row_stride, z_stride, gate_stride, unit_eps, norm_eps,
     NK: tl.constexpr, NV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, W: tl.constexpr,
     ACT: tl.constexpr, ALIGN: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(CHAINED)
+    wait_for_earlier(CHAINED)
     C: tl.constexpr = 2 * NK * DK + NV * DV
     served: tl.constexpr = NV // NK
     t = tl.program_id(0).to(tl.int64)
@@ -112,6 +115,6 @@ def delta_step(
         NK=weights.num_key_heads, NV=NV, DK=DK, DV=DV, W=width,
         ACT=TL_DTYPE[qkv.dtype], ALIGN=SLOT_ALIGN,
         DKP=power_of_2(DK), DVP=power_of_2(DV),
-        num_warps=8,
+        num_warps=8, **chained(qkv),
     )  # fmt: skip
     return y

@@ -19,6 +19,7 @@ import triton.language as tl
 from ..activation import Activation
 from ..divide import FETCHED, KEYS, ON_CPU, STORED, WANTED, Shared
 from ..formats import ExpertLayout
+from .launch import chained, let_next_start, wait_for_earlier
 from .moe_decode import combine
 from .numbers import INTERPRETED, TL_DTYPE, power_of_2
 from .ops import CudaOps
@@ -72,8 +73,10 @@ def _divide_kernel(
     T: tl.constexpr, K: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
     MOST: tl.constexpr, LENT: tl.constexpr, ACT: tl.constexpr,
     RP: tl.constexpr, EP: tl.constexpr, HP: tl.constexpr,
-    CPU: tl.constexpr, SIGNAL: tl.constexpr,
+    CPU: tl.constexpr, SIGNAL: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(CHAINED)
+    wait_for_earlier(CHAINED)
     r = tl.arange(0, RP)
     on = r < T * K
     in_use = on & (tl.load(active + r // K, mask=on, other=0).to(tl.int32) != 0)
@@ -144,8 +147,10 @@ def _divide_kernel(
 def _merge_kernel(
     y, log, here, weights, out, asked, answer, box_y,
     K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, SLEEP: tl.constexpr,
-    CPU: tl.constexpr, SIGNAL: tl.constexpr,
+    CPU: tl.constexpr, SIGNAL: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(CHAINED)
+    wait_for_earlier(CHAINED)
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if CPU:  # noqa: SIM102 - known when the kernel is compiled
@@ -190,6 +195,7 @@ def divide(
         T=T, K=K, H=H, E=E, MOST=len(fetch_of) - 1, LENT=len(shared.lent),
         ACT=TL_DTYPE[x.dtype], RP=routes, EP=power_of_2(E), HP=min(COPY_COLUMNS, power_of_2(H)),
         CPU=box is not None, SIGNAL=not INTERPRETED, num_warps=1 if routes <= 16 else 4,
+        **chained(ids),
     )  # fmt: skip
 
 
@@ -244,6 +250,6 @@ def merge(
     _merge_kernel[(T, triton.cdiv(H, block))](
         y, log, here, weights, out, shared.asked, answer, box_y,
         K=K, H=H, BLOCK=block, SLEEP=SLEEP_NS, CPU=box is not None, SIGNAL=not INTERPRETED,
-        num_warps=4,
+        num_warps=4, **chained(y),
     )  # fmt: skip
     return out

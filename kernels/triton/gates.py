@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import chained, let_next_start, wait_for_earlier
 from .numbers import power_of_2
 
 COLUMNS = 1024  # that a program of ``add_gated`` takes
@@ -19,8 +20,11 @@ COLUMNS = 1024  # that a program of ``add_gated`` takes
 
 @triton.jit
 def _sigmoid_mul_kernel(
-    x, gate, y, row_stride, head_stride, N: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
-):
+    x, gate, y, row_stride, head_stride,
+    N: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    let_next_start(CHAINED)
+    wait_for_earlier(CHAINED)
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1)
     d = tl.arange(0, BLOCK)
@@ -41,13 +45,18 @@ def sigmoid_mul(
     y = torch.empty_like(x)
     if T:
         _sigmoid_mul_kernel[(T, N)](
-            x, gate, y, gate.stride(0), gate.stride(1), N=N, D=D, BLOCK=power_of_2(D), num_warps=1
-        )
+            x, gate, y, gate.stride(0), gate.stride(1), N=N, D=D, BLOCK=power_of_2(D), num_warps=1,
+            **chained(x),
+        )  # fmt: skip
     return y
 
 
 @triton.jit
-def _add_gated_kernel(total, x, gate, y, H: tl.constexpr, BLOCK: tl.constexpr):
+def _add_gated_kernel(
+    total, x, gate, y, H: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr
+):
+    let_next_start(CHAINED)
+    wait_for_earlier(CHAINED)
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = h < H
@@ -69,6 +78,6 @@ def add_gated(
     if T:
         block = min(COLUMNS, power_of_2(H))
         _add_gated_kernel[(T, triton.cdiv(H, block))](
-            total, x, gate, y, H=H, BLOCK=block, num_warps=4
+            total, x, gate, y, H=H, BLOCK=block, num_warps=4, **chained(x)
         )
     return y

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import chained, let_next_start, wait_for_earlier
 from .numbers import power_of_2, wide_dot
 
 MAX_ROWS = 16  # of x: what one tensor core tile holds
@@ -27,8 +28,9 @@ SMALL_OUT = 1024  # with fewer outputs, 16 rows of W a program fill too few prog
 def _gemv_kernel(
     x, weight, bias, y, O,
     T: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(CHAINED)
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     k = tl.arange(0, BLOCK_K)
     rows = weight + o.to(tl.int64)[:, None] * K
@@ -37,6 +39,8 @@ def _gemv_kernel(
     for start in tl.static_range(0, K, BLOCK_K):
         inside = (start + k) < K
         w = tl.load(rows + (start + k)[None, :], mask=(o < O)[:, None] & inside[None, :], other=0.0)
+        if start == 0:
+            wait_for_earlier(CHAINED)  # W's first columns are on their way: they depend on nothing
         w = w.to(tl.float32)
         for t in tl.static_range(T):
             part = tl.load(x + t * K + start + k, mask=inside, other=0.0).to(tl.float32)
@@ -53,7 +57,10 @@ def _skinny_kernel(
     x, weight, bias, y, T, O,
     K: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(CHAINED)
+    wait_for_earlier(CHAINED)
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     k = tl.arange(0, BLOCK_K)
     token = tl.arange(0, 16)
@@ -98,7 +105,7 @@ def linear_few_rows(
             x, weight, given, y, O,
             T=T, K=K, HAS_BIAS=bias is not None,
             BLOCK_O=block_o, BLOCK_K=block_k, ROWS=power_of_2(T),
-            num_warps=4,
+            num_warps=4, **chained(x),
         )  # fmt: skip
         return y
     block_o = 16 if O <= 16384 else 32
@@ -107,7 +114,7 @@ def linear_few_rows(
         K=K, HAS_BIAS=bias is not None,
         BLOCK_O=block_o, BLOCK_K=min(256, max(16, power_of_2(K))), STAGES=4,
         WIDE=wide_dot(x.dtype),
-        num_warps=4,
+        num_warps=4, **chained(x),
     )  # fmt: skip
     return y
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from ..formats import PackedMatrix
+from .launch import chained, let_next_start, wait_for_earlier
 from .moe_prefill import tile_of
 from .numbers import power_of_2
 from .scaled import (
@@ -37,8 +38,9 @@ GEMV_ROWS, GEMV_COLUMNS = 4, 2048  # of the matrix, that a program holds at a ti
 def _gemv_kernel(
     x, data, bias, y,
     T: tl.constexpr, M: tl.constexpr, HAS_BIAS: tl.constexpr,
-    TP: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr,
+    TP: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(CHAINED)
     num_units: tl.constexpr = M.units
     record = data.to(tl.int64)
     token = tl.arange(0, TP)
@@ -47,6 +49,8 @@ def _gemv_kernel(
     for first in tl.static_range(0, num_units, UNITS):
         tile = load_units(record, record, False, o, first, M, UNITS, False)
         scale = load_scales(record, record, False, o, first, M, UNITS, False)
+        if first == 0:
+            wait_for_earlier(CHAINED)  # the first packed bytes are on their way
         acc = add_products(acc, tile, scale, x, token, (1 << T) - 1, first, M, T, UNITS)
     acc = finish(acc, record, record, False, o, M, False)
     if HAS_BIAS:
@@ -107,7 +111,7 @@ def linear_scaled(
             x, weight.data, given, y,
             T=T, M=matrix, HAS_BIAS=bias is not None,
             TP=power_of_2(T), ROWS=rows, UNITS=units,
-            num_warps=4,
+            num_warps=4, **chained(x),
         )  # fmt: skip
         return y
     tile = tile_of(T, x.dtype, scaled=True)

@@ -29,6 +29,7 @@ import triton.language as tl
 from ..activation import SILU, Activation
 from ..formats import ExpertLayout
 from .activate import activate
+from .launch import chained, let_next_start, wait_for_earlier
 from .moe_decode_scaled import down_scaled, gate_up_scaled
 from .numbers import matrix, power_of_2
 from .scaled import Stored, finish, stored, unit_tile
@@ -70,8 +71,10 @@ def _gate_up_kernel(
     x, ids, address, fill, h,
     T: tl.constexpr, K: tl.constexpr, G: tl.constexpr, U: tl.constexpr, A: tl.constexpr,
     ALIGN: tl.constexpr, FILL: tl.constexpr, TP: tl.constexpr, KP: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(CHAINED)
+    wait_for_earlier(CHAINED)
     I: tl.constexpr = G.rows
     H: tl.constexpr = G.columns
     expert, names = served(ids, tl.program_id(0), T, K, TP, KP)
@@ -119,8 +122,10 @@ def _down_kernel(
     h, ids, address, fill, y,
     T: tl.constexpr, K: tl.constexpr, D: tl.constexpr, REST: tl.constexpr,
     ALIGN: tl.constexpr, FILL: tl.constexpr, TP: tl.constexpr, KP: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(CHAINED)
+    wait_for_earlier(CHAINED)
     H: tl.constexpr = D.rows
     I: tl.constexpr = D.columns
     expert, names = served(ids, tl.program_id(0), T, K, TP, KP)
@@ -161,7 +166,12 @@ def _down_kernel(
 
 
 @triton.jit
-def _combine_kernel(y, ids, weights, out, K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr):
+def _combine_kernel(
+    y, ids, weights, out,
+    K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    let_next_start(CHAINED)
+    wait_for_earlier(CHAINED)
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.float32)
@@ -205,8 +215,9 @@ def route_products(
     if T == 0:
         return y
     gate, up, down = (stored(m) for m in layout.matrices.values())
-    shared = dict(  # noqa: C408 - arguments, as a call spells them
+    shared = dict(
         T=T, K=K, FILL=fill is not None, TP=power_of_2(T), KP=power_of_2(K), num_warps=tuning.warps,
+        **chained(x),
     )  # fmt: skip
     table = fill if fill is not None else address
     kernel, rows, tile = _kernel(_gate_up_kernel, gate_up_scaled, layout, gate, tuning)
@@ -230,7 +241,7 @@ def combine(
     if T:
         block = min(512, power_of_2(H))
         _combine_kernel[(T, triton.cdiv(H, block))](
-            y, ids, weights, out, K=K, H=H, BLOCK=block, num_warps=4
+            y, ids, weights, out, K=K, H=H, BLOCK=block, num_warps=4, **chained(y)
         )
     return out
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .activate import activate
+from .launch import let_next_start, wait_for_earlier
 from .scaled import add_products, finish, load_scales, load_units
 from .serving import copy_rest, served, targets
 
@@ -20,8 +21,10 @@ def gate_up_scaled(
     x, ids, address, fill, h,
     T: tl.constexpr, K: tl.constexpr, G: tl.constexpr, U: tl.constexpr, A: tl.constexpr,
     FILL: tl.constexpr, TP: tl.constexpr, KP: tl.constexpr,
-    ROWS: tl.constexpr, UNITS: tl.constexpr,
+    ROWS: tl.constexpr, UNITS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(CHAINED)
+    wait_for_earlier(CHAINED)
     num_units: tl.constexpr = G.units
     expert, names = served(ids, tl.program_id(0), T, K, TP, KP)
     if expert >= 0:
@@ -56,8 +59,10 @@ def down_scaled(
     h, ids, address, fill, y,
     T: tl.constexpr, K: tl.constexpr, D: tl.constexpr, REST: tl.constexpr,
     FILL: tl.constexpr, TP: tl.constexpr, KP: tl.constexpr,
-    ROWS: tl.constexpr, UNITS: tl.constexpr,
+    ROWS: tl.constexpr, UNITS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(CHAINED)
+    wait_for_earlier(CHAINED)
     num_units: tl.constexpr = D.units
     expert, names = served(ids, tl.program_id(0), T, K, TP, KP)
     if expert >= 0:

@@ -16,22 +16,26 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import chained, let_next_start, wait_for_earlier
 from .numbers import power_of_2
 
 
 @triton.jit
 def _rms_norm_kernel(
-    x, delta, weight, total, y, eps, H: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr
-):
+    x, delta, weight, total, y, eps,
+    H: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    let_next_start(CHAINED)
     row = tl.program_id(0).to(tl.int64) * H
     h = tl.arange(0, BLOCK)
     inside = h < H
+    w = tl.load(weight + h, mask=inside, other=0.0).to(tl.float32)
+    wait_for_earlier(CHAINED)
     wide = tl.load(x + row + h, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         wide += tl.load(delta + row + h, mask=inside, other=0.0).to(tl.float32)
         tl.store(total + row + h, wide, mask=inside)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / H + eps)
-    w = tl.load(weight + h, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + row + h, (wide * scale * w).to(y.dtype.element_ty), mask=inside)
 
 
@@ -78,12 +82,17 @@ def _launch_norm(
     _rms_norm_kernel[(rows,)](
         x, delta if delta is not None else x, weight, total if total is not None else y, y, eps,
         H=H, ADD=delta is not None, BLOCK=block,
-        num_warps=min(8, max(1, block // 256)),
+        num_warps=min(8, max(1, block // 256)), **chained(x),
     )  # fmt: skip
 
 
 @triton.jit
-def _silu_mul_kernel(gate, up, y, gate_stride, up_stride, I: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul_kernel(
+    gate, up, y, gate_stride, up_stride,
+    I: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    let_next_start(CHAINED)
+    wait_for_earlier(CHAINED)
     t = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < I
@@ -101,8 +110,9 @@ def silu_mul(
     y = torch.empty(T, I, dtype=gate.dtype, device=gate.device)
     if T:
         _silu_mul_kernel[(T, triton.cdiv(I, block))](
-            gate, up, y, gate.stride(0), up.stride(0), I=I, BLOCK=block, num_warps=4
-        )
+            gate, up, y, gate.stride(0), up.stride(0), I=I, BLOCK=block, num_warps=4,
+            **chained(gate),
+        )  # fmt: skip
     return y
 
 
@@ -134,8 +144,10 @@ def _partner_channel(d, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
 @triton.jit
 def _rope_kernel(
     x, cos, sin, N: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(CHAINED)
+    wait_for_earlier(CHAINED)
     t = tl.program_id(0).to(tl.int64)
     at = x + (t * N + tl.program_id(1)) * D
     d = tl.arange(0, BLOCK)
@@ -160,13 +172,18 @@ def rope(
     if T:
         _rope_kernel[(T, N)](
             x, cos, sin, N=N, D=D, HALF=half, INTERLEAVED=interleaved, BLOCK=power_of_2(D),
-            num_warps=1,
+            num_warps=1, **chained(x),
         )  # fmt: skip
     return x
 
 
 @triton.jit
-def _write_kv_kernel(k, v, place, k_pages, v_pages, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _write_kv_kernel(
+    k, v, place, k_pages, v_pages,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    let_next_start(CHAINED)
+    wait_for_earlier(CHAINED)
     t = tl.program_id(0).to(tl.int64)
     to = tl.load(place + t)
     i = tl.arange(0, BLOCK)
@@ -187,39 +204,45 @@ def write_kv(
     assert k_pages.is_contiguous() and k_pages.dtype == k.dtype, (k_pages.dtype, k.dtype)
     if T:
         _write_kv_kernel[(T,)](
-            k, v, place, k_pages, v_pages, WIDTH=width, BLOCK=power_of_2(width), num_warps=4
-        )
+            k, v, place, k_pages, v_pages, WIDTH=width, BLOCK=power_of_2(width), num_warps=4,
+            **chained(k),
+        )  # fmt: skip
 
 
 @triton.jit
 def _split_heads_kernel(
     qkv, q_norm, k_norm, cos, sin, place, q, k_pages, v_pages, eps,
     N: tl.constexpr, NKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-    NORM: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
+    NORM: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(CHAINED)
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     at = qkv + (t * (N + 2 * NKV) + head) * D
     act: tl.constexpr = qkv.dtype.element_ty
     d = tl.arange(0, BLOCK)
     inside = d < D
+    other = _partner_channel(d, HALF, INTERLEAVED)
+    mine = 1.0
+    theirs = 1.0
+    if NORM:  # of v it is not used
+        norm = q_norm
+        if head >= N:
+            norm = k_norm
+        mine = tl.load(norm + d, mask=inside, other=0.0).to(tl.float32)
+        theirs = tl.load(norm + other, mask=inside, other=0.0).to(tl.float32)
+    wait_for_earlier(CHAINED)
     value = tl.load(at + d, mask=inside, other=0.0)
     to = tl.load(place + t)
     if head >= N + NKV:
         v_at = v_pages + (to * NKV + head - N - NKV) * D + d
         tl.store(v_at, value, mask=inside & (to >= 0))
     else:
-        other = _partner_channel(d, HALF, INTERLEAVED)
         partner = tl.load(at + other, mask=inside, other=0.0)
         is_q = head < N
         if NORM:
             wide = value.to(tl.float32)
             scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / D + eps)
-            norm = q_norm
-            if not is_q:
-                norm = k_norm
-            mine = tl.load(norm + d, mask=inside, other=0.0).to(tl.float32)
-            theirs = tl.load(norm + other, mask=inside, other=0.0).to(tl.float32)
             value = (wide * scale * mine).to(act)
             partner = (partner.to(tl.float32) * scale * theirs).to(act)
         if HALF > 0:
@@ -260,6 +283,6 @@ def split_heads(
         N=num_heads, NKV=kv_heads, D=D, HALF=turn[0].shape[1] if turn else 0,
         NORM=norms is not None, INTERLEAVED=interleaved,
         BLOCK=power_of_2(D),
-        num_warps=1,
+        num_warps=1, **chained(qkv),
     )  # fmt: skip
     return q

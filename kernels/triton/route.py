@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import chained, let_next_start, wait_for_earlier
 from .numbers import power_of_2
 
 MAX_EXPERTS = 1024
@@ -18,8 +19,10 @@ MAX_EXPERTS = 1024
 @triton.jit
 def _route_kernel(
     logits, ids, weights, E: tl.constexpr, K: tl.constexpr, NORMALISE: tl.constexpr,
-    EP: tl.constexpr, KP: tl.constexpr,
+    EP: tl.constexpr, KP: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(CHAINED)
+    wait_for_earlier(CHAINED)
     t = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EP)
     x = tl.load(logits + t * E + e, mask=e < E, other=float("-inf"))
@@ -55,6 +58,6 @@ def route(
         _route_kernel[(T,)](
             logits, ids, weights,
             E=E, K=k, NORMALISE=normalise, EP=power_of_2(E), KP=power_of_2(k),
-            num_warps=1,
+            num_warps=1, **chained(logits),
         )  # fmt: skip
     return ids, weights

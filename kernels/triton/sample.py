@@ -34,6 +34,7 @@ from ftd.kernels.sample import (
     mask_words,
 )
 
+from .launch import chained, let_next_start, wait_for_earlier
 from .numbers import power_of_2
 
 BLOCK = 2048  # of the vocabulary, for one program
@@ -106,8 +107,10 @@ def _largest(best, b, NB, NBP: tl.constexpr):
 def _adjust_kernel(
     logits, floats, ints, counts, bias, mask, x_out, best, bad, sums, R, V, NB, W,
     FULL: tl.constexpr, BIASED: tl.constexpr, PENALISED: tl.constexpr, MASKED: tl.constexpr,
-    LOGPROBS: tl.constexpr, BLOCK: tl.constexpr,
+    LOGPROBS: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(CHAINED)
+    wait_for_earlier(CHAINED)
     b, j = tl.program_id(0), tl.program_id(1)
     v = j * BLOCK + tl.arange(0, BLOCK)
     inside = v < V
@@ -163,8 +166,10 @@ def _narrowed(
 def _narrow_kernel(
     x_ptr, best, doubles, floats, ints, measures, known, R, V, NB, number,
     BY_K: tl.constexpr, FIRST: tl.constexpr, PASSES: tl.constexpr, NBP: tl.constexpr,
-    PART: tl.constexpr, BLOCK: tl.constexpr,
+    PART: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(CHAINED)
+    wait_for_earlier(CHAINED)
     b, j = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(floats + b)
     if temperature == 0:
@@ -224,7 +229,10 @@ def _narrow_kernel(
 def _mass_kernel(
     x_ptr, best, doubles, floats, ints, measures, known, mass, R, V, NB,
     FULL: tl.constexpr, PASSES: tl.constexpr, NBP: tl.constexpr, BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(CHAINED)
+    wait_for_earlier(CHAINED)
     b, j = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(floats + b)
     if temperature == 0:
@@ -252,8 +260,10 @@ def _mass_kernel(
 def _pick_kernel(
     x_ptr, best, bad, doubles, floats, ints, counts, known, mass, tokens, bad_out, ids, R, V, NB,
     FULL: tl.constexpr, PENALISED: tl.constexpr, PASSES: tl.constexpr, NBP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(CHAINED)
+    wait_for_earlier(CHAINED)
     b = tl.program_id(0)
     j = tl.arange(0, NBP)
     tl.store(bad_out + b, tl.sum(tl.load(bad + b * NB + j, mask=j < NB, other=0), axis=0))
@@ -291,7 +301,10 @@ def _pick_kernel(
 def _rank_kernel(
     logits, ints, ranked, R, V, NB,
     LOGPROBS: tl.constexpr, MOST: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(CHAINED)
+    wait_for_earlier(CHAINED)
     b, j = tl.program_id(0), tl.program_id(1)
     if tl.load(ints + 2 * R + b) & LOGPROBS == 0:
         return
@@ -316,7 +329,10 @@ def _best(order, MOST: tl.constexpr, TOP: tl.constexpr):
 def _logprobs_kernel(
     logits, ints, sums, ranked, tokens, logprob, top, top_logprobs, R, V, NB,
     LOGPROBS: tl.constexpr, MOST: tl.constexpr, TOP: tl.constexpr, NBP: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(CHAINED)
+    wait_for_earlier(CHAINED)
     b = tl.program_id(0)
     if tl.load(ints + 2 * R + b) & LOGPROBS == 0:
         return
@@ -352,11 +368,12 @@ def sample(
     NB = work.blocks
     grid = (B, NB)
     doubles, floats, ints = rows.doubles, rows.floats, rows.ints
-    common = {"NBP": power_of_2(NB), "BLOCK": BLOCK, "enable_fp_fusion": False}
+    common = {"NBP": power_of_2(NB), "BLOCK": BLOCK, "enable_fp_fusion": False, **chained(logits)}
     _adjust_kernel[grid](
         logits, floats, ints, kept.counts, kept.bias, mask, work.x, work.best, work.bad, work.sums,
         R, V, NB, mask_words(V),
         FULL=shapes.full, **FLAGS, BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False,
+        **chained(logits),
     )  # fmt: skip
     x = logits
     if shapes.full:
@@ -384,9 +401,11 @@ def sample(
         _rank_kernel[grid](
             logits, ints, work.ranked, R, V, NB,
             LOGPROBS=LOGPROBS, MOST=MOST_TOP, TOP=TOP, BLOCK=BLOCK, num_warps=8,
+            **chained(logits),
         )  # fmt: skip
         _logprobs_kernel[(B,)](
             logits, ints, work.sums, work.ranked, out.tokens, out.logprob, out.top,
             out.top_logprobs, R, V, NB,
             LOGPROBS=LOGPROBS, MOST=MOST_TOP, TOP=TOP, NBP=power_of_2(NB), num_warps=8,
+            **chained(logits),
         )  # fmt: skip

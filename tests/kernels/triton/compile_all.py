@@ -29,7 +29,7 @@ from ftd.kernels.formats import (
     scaled_formats,
 )
 from ftd.kernels.sample import ALL_SHAPES, Drawn, Kept, Rows, mask_words
-from ftd.kernels.triton import divide, sample
+from ftd.kernels.triton import divide, launch, sample
 from ftd.kernels.triton.ops import CudaOps
 
 POINTER = {
@@ -37,7 +37,7 @@ POINTER = {
     torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1", torch.float64: "*fp64",
     torch.uint8: "*u8",
 }  # fmt: skip
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 
 launched: dict[Any, tuple[JITFunction, dict[str, Any], dict[str, Any]]] = {}
 
@@ -188,12 +188,21 @@ def launch_division() -> None:
         divide.merge(shared, tensor(T * K, 2048, dtype=f32), log, here, tensor(T, K, dtype=f32))
 
 
+def stores_before_waiting(ptx: str) -> int:
+    """Of a kernel that may start before an earlier one has ended."""
+    before, waits, _ = ptx.partition("griddepcontrol.wait")
+    assert waits and "griddepcontrol.launch_dependents" in before, "it does not wait"
+    return len(re.findall(r"\bst\.global|\bred\.|\batom\.", before))
+
+
 def main() -> None:
+    capabilities = [int(word) for word in sys.argv[1:]]
+    launch.can_chain = lambda device: min(capabilities) >= 90
     launch_everything()
     launch_division()
     oldest = "86" in sys.argv  # has the fewest conversions of all
     launch_scaled([f.name for f in scaled_formats()] if oldest else ["fp8", "nvfp4"])
-    for capability in map(int, sys.argv[1:]):
+    for capability in capabilities:
         for kernel, held, options in launched.values():
             target = GPUTarget("cuda", capability, 32)
             compiled = triton.compile(held["source"], target=target, options=options)
@@ -206,6 +215,8 @@ def main() -> None:
                 "shared_bytes": compiled.metadata.shared,
                 "wide_loads": len(wide),
                 "narrow_weight_loads": len(narrow),
+                "chained": "launch_pdl" in options,
+                "early_stores": stores_before_waiting(ptx) if "launch_pdl" in options else 0,
                 "options": options,
                 "constants": {k: str(v) for k, v in held["source"].constants.items()},
             }

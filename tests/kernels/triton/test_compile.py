@@ -27,8 +27,11 @@ def test_all_kernels(capability, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(kernels) > 50
+    chained = {kernel["kernel"] for kernel in kernels if kernel["chained"]}
+    assert (len(chained) > 20) if capability >= 90 else not chained, chained
     for kernel in kernels:
         assert kernel["shared_bytes"] <= SHARED_BYTES, kernel
+        assert not kernel["early_stores"], kernel
         # weights come from addresses that the compiler knows nothing of but our promise
         if kernel["kernel"] in ("_gate_up_kernel", "_down_kernel", "gate_up_scaled", "down_scaled"):
             assert kernel["wide_loads"] > 0, kernel
