@@ -18,7 +18,7 @@ as published for a trained 35B model; ``--skew 0`` is uniform routing. Sample wi
 greedy decoding of random weights falls into loops and flatters any cache.
 
 ``--format`` stores the experts, and what else is published so, in another format than the first
-that the family has.
+that the family has. ``--hollow 31`` leaves the experts out of the files: see ``tools/hollow.py``.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from hollow import EXPERTS, holes, is_expert, runs, write_holes
 from synthetic_families import PRESETS, Family, Tensors
 from synthetic_formats import DTYPES, FORMATS, Source
 
@@ -60,9 +62,45 @@ class Made:
     total_bytes: int
 
 
-def write_file(path: Path, tensors: Tensors) -> None:
-    """One safetensors file. Its random numbers depend on the names of its tensors alone."""
-    rng = random.Random(zlib.crc32(" ".join(tensors).encode()))
+class _Ordered:
+    """Bytes of a file in order, in long writes: other threads get Python's lock for so long."""
+
+    BYTES, BUFFERS = 32 << 20, 512  # of one write
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self._at, self._bytes = fd, 0, 0
+        self._waiting: list[memoryview] = []
+
+    def add(self, data: memoryview) -> None:
+        self._waiting.append(data)
+        self._bytes += len(data)
+        if self._bytes >= self.BYTES or len(self._waiting) >= self.BUFFERS:
+            self.write()
+
+    def skip(self, nbytes: int) -> None:
+        """Leave a hole."""
+        self.write()
+        self._at += nbytes
+
+    def write(self) -> None:
+        while self._waiting:
+            done = os.pwritev(self._fd, self._waiting, self._at)
+            self._at += done
+            while self._waiting and done >= len(self._waiting[0]):
+                done -= len(self._waiting.pop(0))
+            if done:
+                self._waiting[0] = self._waiting[0][done:]
+        self._bytes = 0
+
+
+def write_file(path: Path, tensors: Tensors, *, hollow: bool = False) -> int:
+    """One safetensors file. Its random numbers depend on the names of its tensors alone.
+
+    Args:
+        hollow: leave holes where experts belong.
+    Returns:
+        Where the tensors begin.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
@@ -71,14 +109,37 @@ def write_file(path: Path, tensors: Tensors) -> None:
         header[name] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb", buffering=0) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors.values():
-            for piece in tensor.pieces(rng):
-                whole = piece.contiguous().reshape(-1).view(torch.uint8).numpy().data
-                at = 0
-                while at < len(whole):
-                    at += os.write(file.fileno(), whole[at:])
+    text = len(text).to_bytes(8, "little") + text
+    with path.open("wb") as file:
+        os.truncate(file.fileno(), len(text) + end)
+        ordered = _Ordered(file.fileno())
+        ordered.add(memoryview(text))
+        _write_tensors(ordered, tensors, hollow)
+    return len(text)
+
+
+def _write_tensors(ordered: _Ordered, tensors: Tensors, hollow: bool) -> None:
+    rng = random.Random(zlib.crc32(" ".join(tensors).encode()))
+    for name, tensor in tensors.items():
+        if hollow and is_expert(name):
+            ordered.skip(tensor.nbytes)
+            continue
+        for piece in tensor.pieces(rng):
+            ordered.add(piece.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    ordered.write()
+
+
+def write_experts(path: Path, layer: Tensors) -> list[tuple[int, int]]:
+    """The experts of a layer, without a header; their runs."""
+    experts = {name: tensor for name, tensor in layer.items() if is_expert(name)}
+    with path.open("wb") as file:
+        _write_tensors(_Ordered(file.fileno()), experts, hollow=False)
+    # one run for each in the layer: what stands between them there is not here
+    found, at = [], 0
+    for begin, end in runs({name: tensor.nbytes for name, tensor in layer.items()}):
+        found.append((at, at + end - begin))
+        at += end - begin
+    return found
 
 
 def write_tokenizer(out: Path, vocab_size: int) -> None:
@@ -126,10 +187,11 @@ def family_of(
     return kind(c, Source(seed), skew, fmt)
 
 
-def make(out: Path, preset: str = "qwen3-30b-a3b", **shape: Any) -> Made:
+def make(out: Path, preset: str = "qwen3-30b-a3b", *, hollow: int = 0, **shape: Any) -> Made:
     """Write the checkpoint into folder ``out``; generation_config.json comes last.
 
     Args:
+        hollow: of so many experts the numbers are written, for all others to repeat.
         shape: see ``family_of``.
     """
     family = family_of(preset, **shape)
@@ -137,15 +199,26 @@ def make(out: Path, preset: str = "qwen3-30b-a3b", **shape: Any) -> Made:
     # named in order and drawn here, then written at once: each file has a lock of its own
     files = family.ends() + [family.layer(layer) for layer in range(family.layers)]
     names = [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    hollow = min(hollow, family.experts)
+    few = family_of(preset, **{**shape, "experts": hollow}).layer(0) if hollow else {}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             tokenizer = pool.submit(write_tokenizer, out, family.vocab)
-            list(pool.map(write_file, (out / name for name in names), files))
+            experts = pool.submit(write_experts, out / EXPERTS, few) if hollow else None
+            write = partial(write_file, hollow=bool(hollow))
+            begins = list(pool.map(write, (out / name for name in names), files))
             tokenizer.result()
     finally:
         torch.set_num_threads(threads)
+    if experts:
+        of_files = {}
+        for name, begin, tensors in zip(names, begins, files, strict=True):
+            whole = runs({name: t.nbytes for name, t in tensors.items()}, begin)
+            if whole:
+                of_files[name] = holes(whole, experts.result(), hollow / family.experts)
+        write_holes(out, of_files)
     total_bytes = sum(t.nbytes for tensors in files for t in tensors.values())
     where = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
     index = {"metadata": {"total_size": total_bytes}, "weight_map": where}
@@ -167,12 +240,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer than published, to fit the disk")
     parser.add_argument("--experts", type=int, help="fewer than published, to try it out")
     parser.add_argument("--format", choices=FORMATS)
+    parser.add_argument(
+        "--hollow", type=int, default=0, metavar="N",
+        help="write N experts alone, for tools/serve_hollow.py to repeat",
+    )  # fmt: skip
     parser.add_argument("--skew", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     o = parser.parse_args()
     began_s = time.perf_counter()
     shape = {"layers": o.layers, "skew": o.skew, "seed": o.seed, "fmt": o.format}
-    made = make(o.out, o.preset, **shape, experts=o.experts)
+    made = make(o.out, o.preset, **shape, experts=o.experts, hollow=o.hollow)
     print(f"{o.out}: {asdict(made)} in {time.perf_counter() - began_s:.1f} s")
 
 

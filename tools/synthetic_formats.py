@@ -60,10 +60,7 @@ class Source:
         self._generator = torch.Generator().manual_seed(seed)
         self._blocks: dict[tuple[torch.dtype, float], torch.Tensor] = {}
         self._lock = threading.Lock()
-        self._normal = torch.randn(BLOCK + WINDOW, generator=self._generator)
-        self._codes = torch.randint(
-            0, 256, (BLOCK + WINDOW,), dtype=torch.uint8, generator=self._generator
-        )
+        self._normal, self._codes = _drawn(seed)
 
     def wide(self, *shape: int) -> torch.Tensor:
         """Numbers of their own, float32."""
@@ -79,6 +76,14 @@ class Source:
     def codes(self, *shape: int, dtype: torch.dtype = torch.uint8) -> Stored:
         count = prod(shape) * dtype.itemsize
         return Stored(shape, dtype, _windows(self._codes, count))
+
+
+@lru_cache(maxsize=1)
+def _drawn(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Standard normal numbers, and bytes."""
+    generator, size = torch.Generator().manual_seed(seed + 1), BLOCK + WINDOW
+    normal = torch.randn(size, generator=generator)
+    return normal, torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
 
 
 def _windows(block: torch.Tensor, count: int) -> Pieces:

@@ -36,6 +36,9 @@ PIECES_PER_READ = 512  # half of what one preadv takes (IOV_MAX)
 DEFAULT_THREADS = 8  # reads in flight that keep an NVMe drive busy
 
 
+Read = Callable[[int, list[memoryview], int], int]  # as os.preadv
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Bytes of one tensor that lie together in the file and in memory."""
@@ -58,6 +61,7 @@ def load_weights(
     cancelled: Callable[[], bool],
     *,
     threads: int | None = None,
+    read: Read | None = None,
 ) -> dict[str, Matrix]:
     """Fill the host pool and return the dense tensors by name, as they are stored.
 
@@ -67,13 +71,15 @@ def load_weights(
         progress: called with bytes done and in all, from the reading threads, one at a time.
         cancelled: asked before each read.
         threads: None: as many as a fast disk needs.
+        read: where bytes come from, of files that are not all there; None: from the files.
     Raises:
         CheckpointError: a read failed, or a file is no longer the one that was checked.
         NotReady: cancelled.
     """
     jobs, dense = _plan_reads(checkpoint, architecture, spec, host_pool)
     total = sum(job.end - job.begin for job in jobs)
-    _Reader(checkpoint.files, progress, cancelled, total).run(jobs, threads or DEFAULT_THREADS)
+    reader = _Reader(checkpoint.files, progress, cancelled, total, read or os.preadv)
+    reader.run(jobs, threads or DEFAULT_THREADS)
     return dense
 
 
@@ -205,8 +211,9 @@ class _Reader:
         progress: Callable[[int, int], None],
         cancelled: Callable[[], bool],
         total_bytes: int,
+        read: Read,
     ) -> None:
-        self._stamps = stamps
+        self._stamps, self._read_into = stamps, read
         self._progress = progress
         self._cancelled = cancelled
         self._total_bytes = total_bytes
@@ -259,7 +266,7 @@ class _Reader:
             targets = [p.target[max(0, at - p.begin) :] for p in batch if p.end > at]
             piece = next(p for p in batch if p.end > at)
             try:
-                count = os.preadv(fd, targets, at)
+                count = self._read_into(fd, targets, at)
             except OSError as e:
                 raise CheckpointError(
                     f"{piece.tensor.file}: tensor {piece.tensor.name} cannot be read at byte {at}: "
