@@ -56,7 +56,7 @@ from ftd.kv.disk import DiskStore, try_directory
 from ftd.kv.host import HostTier
 from ftd.kv.state_cache import StateCache
 from ftd.memory import vram
-from ftd.memory.machine import Machine, own_bytes, read_machine
+from ftd.memory.machine import Gpu, Machine, own_bytes, read_machine
 from ftd.memory.plan import MemoryPlan, act_dtype, plan_memory
 from ftd.model.architecture import Architecture, Model
 from ftd.model.registry import architecture_for
@@ -116,8 +116,7 @@ def prepare(
         log.info("device.cpu", reason=verdict.reason)
     gpu = verdict.gpu
     if gpu and replacing:
-        held = held_bytes(torch.device("cuda", gpu.index))
-        gpu = replace(gpu, free_bytes=gpu.free_bytes + held)
+        gpu = _with_what_is_ours(gpu, gpu.free_bytes)
     dense_bytes = sum(matrix.num_bytes for matrix in dense.values())
     plan = plan_memory(spec, layout, dense_bytes, config, machine, gpu)
     return Prepared(checkpoint, architecture, spec, layout, dense, machine, plan)
@@ -130,9 +129,7 @@ def replanner(prepared: Prepared) -> Callable[[Config], MemoryPlan]:
     machine = read_machine()
     machine = replace(machine, available_bytes=machine.available_bytes + own_bytes())
     if gpu:
-        free = torch.cuda.mem_get_info(gpu.index)[0]
-        free += held_bytes(torch.device("cuda", gpu.index))
-        gpu = replace(gpu, free_bytes=free)
+        gpu = _with_what_is_ours(gpu, torch.cuda.mem_get_info(gpu.index)[0])
     spec, layout = prepared.spec, prepared.layout
 
     def planner(config: Config) -> MemoryPlan:
@@ -141,6 +138,16 @@ def replanner(prepared: Prepared) -> Callable[[Config], MemoryPlan]:
         return replace(found, host_kv_bytes=plan.host_kv_bytes)
 
     return planner
+
+
+def _with_what_is_ours(gpu: Gpu, free_bytes: int) -> Gpu:
+    """What a budget may claim: besides what is free, all that it counts and this process has.
+
+    Context, kernels and graphs stay whichever model is loaded, and no call tells their size: they
+    count as much as in the plan.
+    """
+    ours = held_bytes(torch.device("cuda", gpu.index)) + vram.OVERHEAD_BYTES
+    return replace(gpu, free_bytes=min(gpu.total_bytes, free_bytes + ours))
 
 
 def load_engine(

@@ -29,7 +29,7 @@ from ftd.memory.change import Change
 from ftd.memory.plan import MIN_CONTEXT_TOKENS, MemoryPlan
 from ftd.memory.vram import staging_beside
 from ftd.memory.yielding import Calm, next_budget
-from ftd.units import Amount
+from ftd.units import Amount, format_bytes
 
 log = structlog.get_logger(__name__)
 
@@ -51,6 +51,7 @@ class ElasticMemory:
         self._most_context = self._plan.context_tokens if self._plan.vram else prepared.spec.context
         self._yields = False  # to what other processes take of the GPU
         self._calm = Calm()
+        self._refused = ""  # the last reason for which others got no memory, or took none
         self._changing = asyncio.Lock()
         self._seen: Observed | None = None
         self._last = LastMove()
@@ -246,13 +247,19 @@ class ElasticMemory:
             return None
         try:
             done = await self._apply(Change(vram=Amount(bytes=budget)))
-        except BudgetExceeded:  # by what runs, or what the model needs: as far as that allows
+        except BudgetExceeded as refusal:  # by what runs, or what the model needs
             least = await self._least_budget(budget)
             if least is None or not budget < least < gpu.budget_bytes:
+                self._tell_once(refusal, budget)
                 return None
             done = await self._apply(Change(vram=Amount(bytes=least)))
         self._yields = True
         return done
+
+    def _tell_once(self, refusal: BudgetExceeded, budget: int) -> None:
+        if self._refused != refusal.message:
+            self._refused = refusal.message
+            log.warning("budget.not_yielded", wanted=format_bytes(budget), reason=refusal.message)
 
     async def _least_budget(self, above: int) -> int | None:
         planner = await on_thread(lambda: replanner(self._prepared))
