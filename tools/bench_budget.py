@@ -45,12 +45,17 @@ class Streams:
     def __init__(self, core: EngineCore, vocab: int, context: int, prompt_tokens: int) -> None:
         self._core, self._rng, self._vocab = core, random.Random(0), vocab
         self._context, self._prompt_tokens = context, prompt_tokens
+        self._streams: set[str] = set()
         self._seen: dict[str, float] = {}
         self.tokens, self.longest_s, self._count = 0, 0.0, 0
 
     def start(self, streams: int) -> None:
         for _ in range(streams):
-            self.ask(self.prompt(self._prompt_tokens), self._context - self._prompt_tokens)
+            self._start_one()
+
+    def _start_one(self) -> None:
+        tokens = self._context - self._prompt_tokens
+        self._streams.add(self.ask(self.prompt(self._prompt_tokens), tokens))
 
     def prompt(self, tokens: int) -> tuple[int, ...]:
         return tuple(self._rng.randrange(self._vocab) for _ in range(tokens))
@@ -80,7 +85,9 @@ class Streams:
             self._seen[output.request_id] = now_s
             if output.finish:
                 del self._seen[output.request_id]
-                self.ask(self.prompt(self._prompt_tokens), self._context - self._prompt_tokens)
+                if output.request_id in self._streams:
+                    self._streams.remove(output.request_id)
+                    self._start_one()
         return served
 
     def run(self, seconds: float) -> None:
