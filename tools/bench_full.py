@@ -1,13 +1,17 @@
-"""Models of full width, one after the other: written, served at some budgets, measured over HTTP.
+"""Models of full width and depth, one after the other: served at some budgets, measured over HTTP.
 
     python tools/bench_full.py --out full                      # the whole list
-    python tools/bench_full.py --models qwen3.6-nvfp4 --vram 8G --time-limit 90
-    python tools/bench_full.py --show full/results.json --machine h200
+    python tools/bench_full.py --models qwen3.6-nvfp4 --vram 8G --limit-s 90
+    python tools/bench_full.py --show full/results.json
 
-Each model lies in ``--folder`` while it is measured, beside its host pool: where both together are
-more than ``--memory``, it has fewer layers than the published one, and the table says how many.
-Results are kept as JSON after each value. ``--show`` tells a kept run, with what the simulator
-predicts for the counted number of slots.
+The checkpoints are hollow (``tools/hollow.py``): true headers and dense weights, and a few experts
+that are read over and over, each to a record of its own. A model that does not fit ``--memory``
+has fewer layers than the published one, and the table says how many. One start of ftd serves all
+budgets of a model: they are changed by what ``ftctl budget`` sends. Each start measures the
+machine's profile; the simulator's prediction and the roofline are of that.
+
+Results are kept as JSON after each value, with the log of every start, and what is done is told
+with the seconds that have passed: a run that is cut says where it was.
 """
 
 from __future__ import annotations
@@ -19,10 +23,11 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 
@@ -32,271 +37,357 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 import bench_rows as rows  # noqa: E402
 from bench_http import BenchFailed  # noqa: E402
 from bench_report import Results  # noqa: E402
-from bench_roofline import Rates, least_step_s, read_weights  # noqa: E402
+from bench_roofline import Rates, Weights, least_step_s, read_weights  # noqa: E402
+from bench_rows import PREFIX_TOKENS  # noqa: E402
 from bench_server import (  # noqa: E402
+    Event,
     Prompts,
     Server,
+    Started,
     end_like_a_key,
     running_ftd,
     with_server,
 )
+from full_table import COLD, FULL, MODELS, Run, told  # noqa: E402
+
+from ftd.control.client import Client, ControlError  # noqa: E402
+from ftd.control.protocol import Budget, Profile, Reload  # noqa: E402
 
 GiB = 2**30
 KV_TOKENS = 33792  # for the longest prompt
 MAX_RUNNING = 2  # recurrent states of few sequences leave more of a small budget to experts
-COLD = {"ttft2k": 2048, "ttft8k": 8000, "ttft32k": 32000}
-
-
-@dataclass(frozen=True)
-class Model:
-    preset: str
-    format: str
-    budgets: tuple[str, ...]  # of GPU memory
-    limited: tuple[str, ...] = ()  # of these, decoding alone with six CPU threads, too
-
-    @property
-    def runs(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Name and flags of each run of ftd."""
-        plain = [(vram, ("--vram", vram)) for vram in self.budgets]
-        six = ("--cpu-threads", "6")
-        return plain + [(f"{v}, 6 threads", ("--vram", v, *six)) for v in self.limited]
-
-
-MODELS = {
-    "qwen3.6-bf16": Model("qwen3.6-35b-a3b", "bf16", ("8G", "16G", "32G"), limited=("32G",)),
-    "qwen3.6-fp8": Model("qwen3.6-35b-a3b", "fp8", ("8G",)),
-    "qwen3.6-nvfp4": Model("qwen3.6-35b-a3b", "nvfp4", ("8G",)),
-    "gpt-oss-120b": Model("gpt-oss-120b", "mxfp4", ("16G",)),
-}
+FEW_EXPERTS = 31  # of a hollow checkpoint; a prime, so that no layer ends where they do
+SCORED = 4  # prompts whose answers are compared over a reload
+SILENCE_S = 120.0  # of ftd while it changes its budget or its model
 
 
 def layers_that_fit(published: int, layer_bytes: float, rest_bytes: float, memory: float) -> int:
-    """How many layers fit twice into ``memory``: as a file, and in the process."""
-    return max(1, min(published, int((memory / 2 - rest_bytes) // layer_bytes)))
+    """How many layers fit: experts in the process alone, what is dense as a file, too."""
+    return max(1, min(published, int((memory - 2 * rest_bytes) // layer_bytes)))
 
 
-def prepare(name: str, o: argparse.Namespace, results: Results) -> Path:
-    """The checkpoint, written if it is not there."""
-    from make_synthetic import family_of, make
+class FullBench:
+    def __init__(self, o: argparse.Namespace, results: Results) -> None:
+        self.o, self.results = o, results
+        self.ends = ExitStack()  # removes what was written
+        self._began_s = time.perf_counter()
 
-    model = MODELS[name]
-    shape = {"fmt": model.format, "experts": o.experts}
-    family = family_of(model.preset, **shape)
-    first = [family.layer(i) for i in range(min(4, family.layers))]  # all kinds of layers
-    layer_bytes = statistics.fmean(sum(t.nbytes for t in layer.values()) for layer in first)
-    rest_bytes = sum(t.nbytes for end in family.ends() for t in end.values())
-    layers = o.layers or layers_that_fit(family.layers, layer_bytes, rest_bytes, o.memory * GiB)
-    path = Path(o.folder) / f"ftd-{name}-{layers}"
-    began_s = time.perf_counter()
-    if not (path / "generation_config.json").exists():  # what is written last
-        make(path, model.preset, layers=layers, **shape)
-    file_bytes = sum(file.stat().st_size for file in path.iterdir())
-    results.note(
-        name,
-        {
+    def say(self, text: str) -> None:
+        print(f"[{time.perf_counter() - self._began_s:6.1f} s] {text}", flush=True)
+
+    @property
+    def left_s(self) -> float:
+        return self.o.limit_s - (time.perf_counter() - self._began_s)
+
+    def has_time(self, at: str, need_s: float = 0.0) -> bool:
+        if self.left_s > need_s:
+            return True
+        self.results.fail(at, f"left out: the limit of {self.o.limit_s:g} s was reached")
+        self.say(f"{at}: left out, {self.left_s:.0f} s are left")
+        return False
+
+    # ---- one model
+
+    def model(self, name: str) -> None:
+        """What fails, or is not reached in time, is noted; what was measured stays."""
+        if not self.has_time(name):
+            return
+        path, facts = self.prepare(name)
+        self.results.note(name, facts)
+        weights = read_weights(path)
+        for start in MODELS[name].starts:
+            runs = [run for run in start if not self.o.vram or run.vram in self.o.vram]
+            runs = [run for run in runs if self.has_time(f"{name}.{run.name}")]
+            if runs:
+                self.start(name, path, weights, runs)
+
+    def prepare(self, name: str, layers: int | None = None) -> tuple[Path, dict[str, Any]]:
+        """The checkpoint, written if it is not there, and what it is."""
+        from make_synthetic import family_of, make
+
+        began_s, model = time.perf_counter(), MODELS[name]
+        shape = {"fmt": model.format, "experts": self.o.experts}
+        family = family_of(model.preset, **shape)
+        first = [family.layer(i) for i in range(min(4, family.layers))]  # all kinds of layers
+        layer_bytes = statistics.fmean(sum(t.nbytes for t in layer.values()) for layer in first)
+        rest_bytes = sum(t.nbytes for end in family.ends() for t in end.values())
+        fit = layers_that_fit(family.layers, layer_bytes, rest_bytes, self.o.memory * GiB)
+        layers = layers or self.o.layers or fit
+        path = Path(self.o.folder) / f"ftd-{name}-{layers}"
+        if not (path / "generation_config.json").exists():  # what is written last
+            make(path, model.preset, layers=layers, hollow=FEW_EXPERTS, **shape)
+        if not self.o.keep:
+            self.ends.callback(shutil.rmtree, path, ignore_errors=True)
+        file_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        took_s = time.perf_counter() - began_s
+        self.say(
+            f"{name}: {layers} of {family.layers} layers, {file_bytes / GiB:.1f} GiB of weights, "
+            f"written in {took_s:.1f} s"
+        )
+        return path, {
             "layers": layers,
             "published_layers": family.layers,
             "experts": family.experts,
             "experts_per_token": family.top_k,
             "file_bytes": file_bytes,
-            "written_s": time.perf_counter() - began_s,
-        },
-    )
-    written = results.facts[name]
-    print(
-        f"{name}: {layers} of {family.layers} layers, {file_bytes / GiB:.1f} GiB, "
-        f"written in {written['written_s']:.0f} s",
-        flush=True,
-    )
-    return path
+            "written_s": took_s,
+        }
+
+    def start(self, name: str, path: Path, weights: Weights, runs: Sequence[Run]) -> None:
+        """One ftd, and all runs that it can serve."""
+        o, first = self.o, f"{name}.{runs[0].name}"
+        flags = [
+            "--vram", runs[0].vram, "--kv-tokens", str(KV_TOKENS // o.shorter),
+            "--max-running", str(MAX_RUNNING), "--profile-dir", str((o.out / "profiles").resolve()),
+        ]  # fmt: skip
+        if runs[0].threads:
+            flags += ["--cpu-threads", str(runs[0].threads)]
+        phases = Phases(self.say, first)
+        self.say(f"{first}: starting ftd {' '.join(flags)}")
+        try:
+            with running_ftd(
+                path,
+                [*flags, *o.ftd],
+                keep_log=o.out / f"ftd-{first.replace(', ', '-').replace(' ', '-')}.log",
+                program=[str(ROOT / "tools" / "serve_hollow.py")],
+                told=phases.told,
+            ) as started:
+                self.results.add(f"{first}.start", [started.ready_s])
+                self.results.note(f"{first}.phases", phases.seconds)
+                self.say(f"{first}: ready after {started.ready_s:.1f} s: {phases}")
+                asyncio.run(
+                    with_server(started.url, Runs(self, name, path, started, weights, runs))
+                )
+        except (BenchFailed, aiohttp.ClientError, OSError) as error:
+            self.failed(first, error)
+
+    def failed(self, at: str, error: Exception) -> None:
+        why = str(error) or f"{type(error).__name__}, {self.left_s:.0f} s before the limit"
+        self.results.fail(at, why)
+        self.say(f"{at}: {why}")
 
 
-async def measure(
-    server: Server, at: str, o: argparse.Namespace, results: Results, *, vocab: int, full: bool
-) -> None:
-    """All rows of one run, the most wanted first."""
-    p, sizes = Prompts(vocab - 3, o.seed), (o.prompt_tokens, o.output_tokens)
-    await rows.warm_up(server, p, *sizes, o.prompt_tokens)
-    gauges = await server.counters()
-    results.note(f"{at}.slots", int(gauges.get("slots_total", 0)))
-    results.add(f"{at}.decode", await rows.decode(server, p, *sizes, o.repeats))
-    results.note(f"{at}.step", await rows.counted(server, p, *sizes))
-    if not full:
-        return
-    results.add(f"{at}.append64", await rows.append(server, p, 64, o.repeats))
-    for key, tokens in COLD.items():
-        repeats = 1 if tokens > 20_000 else o.repeats
-        results.add(f"{at}.{key}", await rows.cold(server, p, tokens // o.shorter, repeats))
+class Phases:
+    """How long each part of a start took, from the events of its log."""
+
+    ENDS: ClassVar = {
+        "daemon.started": "to the port", "model.checked": "headers", "weights.read": "weights",
+        "kernels.compiled": "up to compiled kernels", "gpu.ready": "GPU", "engine.loaded": "rest",
+    }  # fmt: skip
+
+    def __init__(self, say: object, at: str) -> None:
+        self._say, self._at, self._last_s = say, at, time.perf_counter()
+        self._before: float | None = None
+        self.seconds: dict[str, float] = {}
+
+    def told(self, event: Event) -> None:
+        """By the clock of the log; what is before its first event, by our own."""
+        phase, now_s = self.ENDS.get(event.get("event", "")), event.get("mono_s")
+        if phase is None or now_s is None:
+            return
+        before = time.perf_counter() - self._last_s
+        self.seconds[phase] = before if self._before is None else now_s - self._before
+        self._before = now_s
+        for part in ("pin_s", "fill_s", "capture_s"):
+            if part in event:
+                self.seconds[f"of it {part[:-2]}"] = event[part]
+        self._say(f"{self._at}: {phase} {self.seconds[phase]:.1f} s")
+
+    def __str__(self) -> str:
+        return ", ".join(f"{phase} {s:.1f}" for phase, s in self.seconds.items())
 
 
-def bench(name: str, o: argparse.Namespace, results: Results) -> None:
-    """One model. What fails, or is not reached in its time, is noted; what was measured stays."""
-    began_s = time.perf_counter()
-    path = prepare(name, o, results)
-    weights = read_weights(path)
-    results.note(f"{name}.expert_bytes", weights.expert_bytes)
-    try:
-        for run, flags in MODELS[name].runs:
-            at, left_s = f"{name}.{run}", o.time_limit - (time.perf_counter() - began_s)
-            if o.vram and run.partition(",")[0] not in o.vram:
+class Runs:
+    """What is measured of one ftd that runs."""
+
+    def __init__(
+        self,
+        bench: FullBench,
+        name: str,
+        path: Path,
+        started: Started,
+        weights: Weights,
+        runs: Sequence[Run],
+    ) -> None:
+        self.bench, self.o, self.results = bench, bench.o, bench.results
+        self.name, self.path, self.started = name, path, started
+        self.weights, self.runs = weights, runs
+        self.prompts = Prompts(weights.vocab - 3, self.o.seed)
+        self.profile: str | None = None
+
+    async def __call__(self, server: Server) -> None:
+        for n, run in enumerate(self.runs):
+            at = f"{self.name}.{run.name}"
+            if not self.bench.has_time(at):
                 continue
-            if left_s <= 0:
-                results.fail(at, f"not run: {o.time_limit:g} s were over")
-                continue
+            async with self.noted(at):
+                if n:
+                    await self.change_budget(at, run.vram)
+                await self.measure(server, at, full=run.threads is None)
+        to = self.o.reload.get(self.name)
+        if to and self.runs[0].threads is None and self.bench.has_time(f"{self.name}.reload"):
+            async with self.noted(f"{self.name}.reload"):
+                await self.reload(server, to)
 
-            async def work(server: Server, at: str = at, left_s: float = left_s) -> None:
-                full = "threads" not in at
-                async with asyncio.timeout(left_s):
-                    await measure(server, at, o, results, vocab=weights.vocab, full=full)
+    @asynccontextmanager
+    async def noted(self, at: str) -> AsyncIterator[None]:
+        """What fails, or takes longer than the limit, costs this alone."""
+        try:
+            async with asyncio.timeout(self.bench.left_s):
+                yield
+        except (BenchFailed, ControlError, TimeoutError) as error:
+            self.bench.failed(at, error)
 
-            try:
-                with running_ftd(
-                    path,
-                    [
-                        "--kv-tokens",
-                        str(KV_TOKENS),
-                        "--max-running",
-                        str(MAX_RUNNING),
-                        *flags,
-                        *o.ftd,
-                    ],
-                    keep_log=o.out / f"ftd-{at.replace(', ', '-').replace(' ', '-')}.log",
-                ) as started:
-                    results.add(f"{at}.start", [started.ready_s])
-                    asyncio.run(with_server(started.url, work))
-            except (BenchFailed, aiohttp.ClientError, OSError) as error:
-                results.fail(at, str(error) or f"{type(error).__name__}: {left_s:.0f} s were left")
-            print(
-                f"{at}: {time.perf_counter() - began_s:.0f} s since its model was begun", flush=True
-            )
-            if step := results.facts.get(f"{at}.step"):
-                least_s = least_step_s(weights, step, Rates.of_gigabytes(*o.rates))
-                results.add(f"{at}.roofline", [100 * least_s / step["step_s"]])
-    finally:
-        if not o.keep:
-            shutil.rmtree(path)
+    async def call(self, command: Any) -> Any:
+        def run() -> Any:
+            with Client(self.started.socket, SILENCE_S) as client:
+                return client.call(command)
+
+        return await asyncio.to_thread(run)
+
+    async def change_budget(self, at: str, vram: str) -> None:
+        done = await self.call(Budget(vram=vram))
+        said = {k: getattr(done, k) for k in ("slots", "slots_were", "paused_ms")}
+        self.results.note(f"{at}.budget", said)
+        self.bench.say(f"{at}: {said}")
+
+    async def measure(self, server: Server, at: str, *, full: bool) -> None:
+        """All values of one run, the most wanted first."""
+        o, p, results = self.o, self.prompts, self.results
+        sizes = (o.prompt_tokens, o.output_tokens)
+        await rows.warm_up(server, p, *sizes, o.prompt_tokens)
+        if self.profile is None and not o.no_profile:
+            await self.take_profile(at)
+        results.add(f"{at}.decode", await rows.decode(server, p, *sizes, o.repeats))
+        step = await rows.counted(server, p, *sizes)
+        results.note(f"{at}.step", step)
+        results.note(f"{at}.slots", int(step.get("slots", 0)))
+        self.compare(at, step)
+        self.bench.say(f"{at}: decode {results.values[f'{at}.decode']}, step {step}")
+        if not full:
+            return
+        results.add(
+            f"{at}.append64",
+            await rows.append(server, p, 64, o.repeats, PREFIX_TOKENS // o.shorter),
+        )
+        for key, tokens in COLD.items():
+            repeats = 1 if tokens > 20_000 else o.repeats
+            results.add(f"{at}.{key}", await rows.cold(server, p, tokens // o.shorter, repeats))
+            self.bench.say(f"{at}: {key} {results.values[f'{at}.{key}']} ms")
+
+    async def take_profile(self, at: str) -> None:
+        found = await self.call(Profile())
+        self.profile = Path(found.path).read_text()
+        self.results.note(f"{at}.profile", self.profile)
+        self.bench.say(f"{at}: profile taken in {found.took_s:.1f} s")
+
+    def compare(self, at: str, step: dict[str, float]) -> None:
+        """With the roofline, and with what the simulator says for these slots."""
+        if not step:
+            return
+        rates = Rates.of_gigabytes(*self.o.rates)
+        if self.profile:
+            predicted, rates = predict(self.profile, self.weights, int(step["slots"]), rates.hbm)
+            self.results.note(f"{at}.predicted", predicted)
+        least_s = least_step_s(self.weights, step, rates)
+        self.results.add(f"{at}.roofline", [100 * least_s / step["step_s"]])
+
+    async def reload(self, server: Server, to: str) -> None:
+        """To a model of another family and back; answers before and after are compared."""
+        path, _ = await asyncio.to_thread(self.bench.prepare, to, 2)
+        scored = [self.prompts.new(48) for _ in range(SCORED)]
+        before = await rows.answers(server, scored)
+        there = await self.call(Reload(model=str(path)))
+        self.bench.say(f"{self.name}: reloaded as {there}")
+        other = await with_server(self.started.url, _decode_some)
+        back = await self.call(Reload(model=str(self.path)))
+        self.bench.say(f"{self.name}: reloaded as {back}; {other} tokens between")
+        after = await rows.answers(server, scored)
+        found = rows.agreement(before, after, far=0.25)
+        decoded = sum(len(tokens) for tokens in before["tokens"])
+        fact = {"to": to, "there_s": there.load_s, "back_s": back.load_s, "decoded": decoded}
+        self.results.note(f"{self.name}.reload", fact | found)
 
 
-HEAD = (
-    "model", "layers", "VRAM", "slots", "decode tok/s", "simulated", "roofline", "hits",
-    "on the CPU", "TTFT 2k", "8k", "32k", "64 appended", "ready",
-)  # fmt: skip
+async def _decode_some(server: Server) -> int:
+    return (await server.ask(range(100, 140), 16)).output_tokens
 
 
-def report(results: Results, predict: Callable[[str, str], float | None]) -> str:
-    lines = [_row(HEAD), "|" + " --- |" * len(HEAD)]
-    for name, model in MODELS.items():
-        shape = results.facts.get(name)
-        for run, _ in model.runs if shape else ():
-            at = f"{name}.{run}"
-            if f"{at}.start" not in results.values:
-                continue
-            step = results.facts.get(f"{at}.step") or {}
-            used = step.get("hits", 0) + step.get("misses", 0)
-            predicted = predict(name, run)
-            lines.append(_row((
-                f"{model.preset} {model.format}",
-                f"{shape['layers']} of {shape['published_layers']}",
-                run,
-                f"{results.facts.get(f'{at}.slots', '')} of {shape['layers'] * shape['experts']}",
-                _told(results, f"{at}.decode", ""),
-                f"{predicted:.0f}" if predicted else "",
-                _told(results, f"{at}.roofline", " %"),
-                f"{100 * step['hits'] / used:.0f} %" if used else "",
-                f"{step['on_cpu']:.1f} of {step['misses']:.1f}" if used else "",
-                *(_told(results, f"{at}.{key}", " ms") for key in (*COLD, "append64")),
-                _told(results, f"{at}.start", " s"),
-            )))  # fmt: skip
-    told = [f"\n**{key}**: {why}" for key, why in results.failed.items()]
-    return "\n".join([*lines, *told])
-
-
-def _row(cells: Iterable[object]) -> str:
-    return "| " + " | ".join(map(str, cells)) + " |"
-
-
-def _told(results: Results, key: str, unit: str) -> str:
-    values = results.values.get(key)
-    if not values:
-        return ""
-    spread = f" ({min(values):.4g} to {max(values):.4g})" if len(values) > 1 else ""
-    return f"{statistics.median(values):.4g}{unit}{spread}"
-
-
-def predictor(results: Results, machine: str) -> Callable[[str, str], float | None]:
-    """Decode rates by the simulator, for the slots that the runs had."""
-    from ftd.experts.machines import MACHINES
+def predict(
+    profile: str, weights: Weights, slots: int, hbm: float
+) -> tuple[dict[str, float], Rates]:
+    """What the simulator says for the measured machine, and its rates for the roofline."""
+    from ftd.experts.profile import from_json
     from ftd.experts.simulator import simulate, steps_of, synthetic_routing
 
-    used: dict[str, Any] = {}
-
-    def predict(name: str, run: str) -> float | None:
-        slots = results.facts.get(f"{name}.{run}.slots")
-        limited = f"{machine}-6-threads" if "threads" in run else machine
-        if slots is None or limited not in MACHINES:
-            return None
-        shape = results.facts[name]
-        if name not in used:
-            sizes = (shape["layers"], shape["experts"], shape["experts_per_token"])
-            used[name] = steps_of(synthetic_routing(400, *sizes), shape["experts"], 1)
-        record = round(results.facts[f"{name}.expert_bytes"])
-        outcome = simulate(
-            used[name], "default", MACHINES[limited], num_slots=slots, expert_bytes=record
-        )
-        return outcome.tokens_per_s
-
-    return predict
+    found = from_json(profile)
+    experts = weights.num_experts // weights.layers
+    routing = synthetic_routing(400, weights.layers, experts, weights.experts_per_token)
+    machine = found.machine("measured")
+    outcome = simulate(
+        steps_of(routing, experts, 1), "default", machine,
+        num_slots=slots, expert_bytes=found.expert_bytes,
+    )  # fmt: skip
+    link = machine.link_bytes_per_s
+    return asdict(outcome), Rates(link, found.read_bytes_per_s or machine.dram_bytes_per_s, hbm)
 
 
 def arguments() -> argparse.Namespace:
     ap = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    ap.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    ap.add_argument("--models", nargs="+", choices=MODELS, default=list(FULL))
     ap.add_argument("--vram", nargs="+", help="these budgets alone")
-    ap.add_argument("--memory", type=float, default=92.0, help="GiB for file and host pool")
+    ap.add_argument(
+        "--reload", nargs=2, metavar=("MODEL", "OTHER"), default=(),
+        help="after MODEL's runs: reload to OTHER with two layers and back, compare answers",
+    )  # fmt: skip
+    ap.add_argument("--memory", type=float, default=100.0, help="GiB for a model")
     ap.add_argument("--layers", type=int, help="of each model; default: as many as fit")
     ap.add_argument("--experts", type=int, help="of each layer, to try this out")
     ap.add_argument("--folder", default="/dev/shm")
     ap.add_argument("--keep", action="store_true", help="leave the checkpoints there")
-    ap.add_argument("--time-limit", type=float, default=1e9, help="seconds for each model")
+    ap.add_argument("--limit-s", type=float, default=1e9, help="what is left then is left out")
     ap.add_argument("--repeats", type=int, default=2)
     ap.add_argument("--prompt-tokens", type=int, default=512, help="before a decode")
     ap.add_argument("--output-tokens", type=int, default=256)
     ap.add_argument("--shorter", type=int, default=1, help="divide long prompts, to try this out")
+    ap.add_argument("--no-profile", action="store_true", help="do not measure the machine first")
     ap.add_argument("--seed", type=int, default=1)
     ap.add_argument(
         "--rates", type=float, nargs=3, default=[50.9, 137.0, 4800.0],
-        metavar=("LINK", "DRAM", "HBM"), help="GB/s of this machine; default: the H200 machine",
+        metavar=("LINK", "DRAM", "HBM"),
+        help="GB/s for the roofline; without a profile, of link and memory too",
     )  # fmt: skip
     ap.add_argument("--out", type=Path, default=Path("bench-full"), help="for results and logs")
     ap.add_argument("--show", type=Path, metavar="JSON", help="tell these results, measure nothing")
-    ap.add_argument("--machine", help="with --show: what the simulator says for this machine")
     ap.add_argument("ftd", nargs="*", help="after --: further flags for ftd")
-    return ap.parse_args()
+    o = ap.parse_args()
+    o.reload = dict([o.reload]) if o.reload else {}
+    return o
 
 
 def main() -> int:
     o = arguments()
     if o.show:
-        results = Results.read(o.show)
-        predict = predictor(results, o.machine) if o.machine else lambda name, run: None
-        print(report(results, predict))
+        print(told(Results.read(o.show)))
         return 0
     results = Results(o.out / "results.json")
     results.conditions |= {"rates": o.rates, "cores": os.cpu_count(), "ftd": o.ftd}
+    bench = FullBench(o, results)
     end_like_a_key()
-    try:
-        for name in o.models:
-            try:
-                bench(name, o, results)
-            except (BenchFailed, OSError) as error:
-                results.fail(name, str(error))
-    except KeyboardInterrupt:
-        results.fail("bench", "interrupted")
-    told = report(results, lambda name, run: None)
-    (o.out / "table.md").write_text(told + "\n")
-    print(told)
+    with bench.ends:
+        try:
+            for name in o.models:
+                try:
+                    bench.model(name)
+                except (BenchFailed, OSError) as error:
+                    results.fail(name, str(error))
+        except KeyboardInterrupt:
+            results.fail("bench", "interrupted")
+    text = told(results)
+    (o.out / "table.md").write_text(text + "\n")
+    print(text)
     return 1 if results.failed else 0
 
 

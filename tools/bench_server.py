@@ -17,10 +17,10 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import aiohttp
 from bench_http import BenchFailed, Reply, Target, events, first_model, read_event
@@ -153,11 +153,15 @@ async def with_server(url: str, work: Any) -> Any:
         return await work(Server(url, session, await first_model(session, url, {})))
 
 
+Event = Mapping[str, Any]
+
+
 @dataclass(frozen=True)
 class Started:
     url: str
     ready_s: float
     log: Path
+    socket: Path
 
 
 @contextlib.contextmanager
@@ -167,19 +171,30 @@ def running_ftd(
     *,
     env: Mapping[str, str] | None = None,
     keep_log: Path | None = None,
+    program: Sequence[str] = ("-m", "ftd"),
+    told: Callable[[Event], None] = lambda event: None,
 ) -> Iterator[Started]:
-    """An ftd of our own, from its start to its end; raises BenchFailed if it does not get ready."""
+    """An ftd of our own, from its start to its end; raises BenchFailed if it does not get ready.
+
+    Args:
+        keep_log: where its log is written; a run that is cut has left it there.
+        told: called with each event of the log until it is ready.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     folder = Path(tempfile.mkdtemp(prefix="ftd-bench-"))
+    started = Started(
+        f"http://127.0.0.1:{port}", 0.0, (keep_log or folder / "log").resolve(), folder / "ftd.sock"
+    )
     command = [
-        sys.executable, "-m", "ftd", "--model", str(model), "--http", f"127.0.0.1:{port}",
-        "--socket", str(folder / "ftd.sock"), "--log-format", "json", *flags,
+        sys.executable, *program, "--model", str(model), "--http", f"127.0.0.1:{port}",
+        "--socket", str(started.socket), "--log-format", "json", *flags,
     ]  # fmt: skip
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    started.log.parent.mkdir(parents=True, exist_ok=True)
     begun_s = time.perf_counter()
-    with (folder / "log").open("wb") as log:
+    with started.log.open("wb") as log:
         process = subprocess.Popen(
             command,
             cwd=folder,
@@ -188,9 +203,8 @@ def running_ftd(
             stderr=log,
         )
     try:
-        url = f"http://127.0.0.1:{port}"
-        _wait_ready(process, url, folder / "log")
-        yield Started(url, time.perf_counter() - begun_s, folder / "log")
+        _wait_ready(process, started, told)
+        yield replace(started, ready_s=time.perf_counter() - begun_s)
     finally:
         process.terminate()
         try:
@@ -198,31 +212,51 @@ def running_ftd(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        if keep_log:
-            keep_log.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(folder / "log", keep_log)
         shutil.rmtree(folder)
 
 
-def events_of(log: Path) -> Iterator[dict[str, Any]]:
-    """The events of an ftd's log."""
-    for line in log.read_text().splitlines():
+class _Lines:
+    """Whole lines of a file that grows."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file, self._part = file, ""
+
+    def new(self) -> list[str]:
+        *lines, self._part = (self._part + self._file.read()).split("\n")
+        return lines
+
+
+def events_of(lines: Iterable[str]) -> Iterator[Event]:
+    """The events of lines of an ftd's log."""
+    for line in lines:
         with contextlib.suppress(ValueError):
             event = json.loads(line)
             if isinstance(event, dict):
                 yield event
 
 
-def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+def _wait_ready(
+    process: subprocess.Popen[bytes], started: Started, told: Callable[[Event], None]
+) -> None:
     deadline = time.perf_counter() + READY_TIMEOUT_S
-    while time.perf_counter() < deadline:
-        if process.poll() is not None:
-            raise BenchFailed(f"ftd ended with {process.returncode}:\n{log.read_text()[-3000:]}")
-        with (
-            contextlib.suppress(urllib.error.URLError, OSError),
-            urllib.request.urlopen(f"{url}/health", timeout=2) as answer,
-        ):
-            if answer.status == 200:
-                return
-        time.sleep(0.05)
-    raise BenchFailed(f"ftd was not ready after {READY_TIMEOUT_S} s:\n{log.read_text()[-3000:]}")
+    with started.log.open() as log:
+        lines = _Lines(log)
+        while time.perf_counter() < deadline:
+            ended = process.poll()
+            for event in events_of(lines.new()):
+                told(event)
+            if ended is not None:
+                said = started.log.read_text()[-3000:]
+                raise BenchFailed(f"ftd ended with {ended}:\n{said}")
+            with (
+                contextlib.suppress(urllib.error.URLError, OSError),
+                urllib.request.urlopen(f"{started.url}/health", timeout=2) as answer,
+            ):
+                if answer.status == 200:
+                    for event in events_of(lines.new()):
+                        told(event)
+                    return
+            time.sleep(0.05)
+    raise BenchFailed(
+        f"ftd was not ready after {READY_TIMEOUT_S} s:\n{started.log.read_text()[-3000:]}"
+    )

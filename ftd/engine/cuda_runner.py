@@ -10,6 +10,7 @@ More sequences than the largest graph holds go in waves, each a launch of its ow
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -90,11 +91,13 @@ class CudaRunner:
         kinds = [(batch, divided) for divided in self._variants for batch in reversed(BATCHES)]
         mark = self._mark() if self._device.type == "cuda" else None
         if mark and not mark.exists():
+            began_s = time.monotonic()
             try:
                 with compiling(usable_cores()):
                     self.rehearse(kinds)
             except Exception:  # the warm-up will show whether it matters
                 log.warning("kernels.not_rehearsed", cost="a slower start", exc_info=True)
+            log.info("kernels.compiled", took_s=round(time.monotonic() - began_s, 2))
         for done, kind in enumerate(kinds):  # the largest first: its memory serves all
             progress(done, len(kinds))
             graph = self._graphs[kind] = self._new_graph(*kind)

@@ -219,6 +219,7 @@ def load_core(
                 daemon=True,
             )
             beside.start()
+        began_s = time.monotonic()
         weights = load_weights(
             prepared.checkpoint,
             prepared.architecture,
@@ -228,6 +229,8 @@ def load_core(
             cancelled,
             threads=threads,
         )
+        num_bytes, read_s = plan.dense_bytes + plan.pool_bytes, time.monotonic() - began_s
+        log.info("weights.read", bytes=num_bytes, read_s=round(read_s, 2))
         if beside:
             beside.join()
         _refuse_if(cancelled)

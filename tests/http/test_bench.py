@@ -13,10 +13,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import bench
-from bench_full import layers_that_fit, predictor, report
+from bench_full import layers_that_fit
 from bench_report import Line, Results, plot, table
 from bench_roofline import Rates, Weights, least_step_s, read_weights
 from bench_rows import agreement
+from full_table import told
 from make_synthetic import make
 
 TOOL = Path(__file__).parents[2] / "tools" / "bench.py"
@@ -85,23 +86,64 @@ def test_full_models_are_told_with_the_layers_they_have_and_a_prediction():
             "gpt-oss-120b": {
                 "layers": 3, "published_layers": 36, "experts": 128, "experts_per_token": 4,
             },
-            "gpt-oss-120b.expert_bytes": 13.2e6,
             "gpt-oss-120b.16G.slots": 380,
             "gpt-oss-120b.16G.step": {"hits": 9, "misses": 3, "on_cpu": 1, "step_s": 0.01},
+            "gpt-oss-120b.16G.predicted": {"tokens_per_s": 101.6},
+            "gpt-oss-120b.16G.phases": {"headers": 1.25, "weights": 3.0},
+            "qwen3.6-bf16": {"layers": 40, "published_layers": 40, "experts": 256},
         },
+        failed={"qwen3.6-bf16.8G": "left out: the limit of 540 s was reached"},
     )  # fmt: skip
-    text = report(results, predictor(results, "h200"))
-    assert "| gpt-oss-120b mxfp4 | 3 of 36 | 16G | 380 of 384 | 85 (80 to 90) |" in text
+    text = told(results)
+    assert "| gpt-oss-120b mxfp4 | 3 of 36 | 16G | 380 of 384 | 85 (80 to 90) | 102 |" in text
     assert "| 75 % | 1.0 of 3.0 |" in text
-    cells = text.splitlines()[-1].split(" | ")
-    assert float(cells[5]) > 100  # nearly all resident: the simulator finds it fast
-    assert len({line.count("|") for line in text.splitlines()}) == 1
+    assert "| gpt-oss-120b.16G | 1.2 | 3.0 |" in text
+    assert "**qwen3.6-bf16.8G**: left out" in text
+    assert len({line.count("|") for line in text.split("\n\n")[0].splitlines()}) == 1
 
 
-def test_a_model_has_as_many_layers_as_fit_beside_their_host_pool():
-    assert layers_that_fit(40, 1.5, 2.0, 104.0) == 33
-    assert layers_that_fit(40, 0.5, 2.0, 104.0) == 40
-    assert layers_that_fit(40, 100.0, 2.0, 104.0) == 1
+def test_a_model_has_as_many_layers_as_fit_in_memory_once():
+    assert layers_that_fit(40, 1.5, 2.0, 100.0) == 40
+    assert layers_that_fit(40, 1.5, 2.0, 34.0) == 20
+    assert layers_that_fit(40, 100.0, 2.0, 100.0) == 1
+
+
+async def test_full_models_are_measured_at_each_budget_and_over_a_reload(tmp_path):
+    """One start for both budgets, another with fewer threads; on the CPU device, with tiny ones."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, TOOL.with_name("bench_full.py"), "--models", "trial",
+        "--reload", "trial", "trial-oss", "--folder", tmp_path, "--out", tmp_path / "out",
+        "--shorter", "40", "--prompt-tokens", "40", "--output-tokens", "16", "--repeats", "1",
+        "--", "--device", "cpu",
+        stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    out, _ = await process.communicate()
+    kept = Results.read(tmp_path / "out" / "results.json")
+    assert not kept.failed, out.decode()
+    names = ("decode", "roofline", "append64", "ttft2k", "ttft8k", "ttft32k")
+    for budget in ("1M", "800K"):
+        assert all(len(kept.values[f"trial.{budget}.{name}"]) == 1 for name in names)
+        assert kept.facts[f"trial.{budget}.predicted"]["tokens_per_s"] > 0
+    assert set(kept.values) > {"trial.1M.start", "trial.1M, 1 threads.start"}
+    assert "trial.800K.start" not in kept.values
+    assert kept.facts["trial.800K.slots"] < kept.facts["trial.1M.slots"]
+    assert {"headers", "weights"} < set(kept.facts["trial.1M.phases"])
+    reloaded = kept.facts["trial.reload"]
+    assert reloaded["compared"] == reloaded["bitwise"] > 100
+    assert "1M, 1 threads" in (tmp_path / "out" / "table.md").read_text()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]  # what was written has gone
+
+
+async def test_runs_beyond_the_time_limit_are_named(tmp_path):
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, TOOL.with_name("bench_full.py"), "--limit-s", "0", "--out", tmp_path,
+        stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    out, _ = await process.communicate()
+    assert process.returncode == 1
+    failed = Results.read(tmp_path / "results.json").failed
+    assert set(failed) == {"qwen3.6-bf16", "qwen3.6-nvfp4", "qwen3.6-fp8", "gpt-oss-120b"}
+    assert "left out: the limit of 0 s was reached" in out.decode()
 
 
 def test_runs_without_a_bar_are_held_to_the_simulators_best_policy():
