@@ -29,14 +29,19 @@ class ComposedOps:
     delta_scan = staticmethod(delta_scan)
 
     def route(
-        self: Any, logits: torch.Tensor, k: int, normalise: bool
+        self: Any,
+        logits: torch.Tensor,
+        k: int,
+        normalise: bool,
+        active: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # a stable sort, as top-k promises no order among equals
         ordered, ids = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
         weights = ordered[:, :k].contiguous()
         if normalise:
             weights /= weights.sum(-1, keepdim=True)
-        return ids[:, :k].to(torch.int32), weights
+        ids = ids[:, :k].to(torch.int32)
+        return ids if active is None else ids.masked_fill(~active[:, None], -1), weights
 
     def add_rms_norm(
         self: Any,
@@ -73,7 +78,14 @@ class ComposedOps:
         self.write_kv(k, v, place, k_pages, v_pages)
         return q
 
-    # In float64: torch's vector and scalar code differ in the last bit of a float32 exponential.
+    # In float64: torch's vector and scalar code differ in the last bit of a float32 exponential,
+    # and of a cosine.
+
+    def turns(
+        self: Any, position: torch.Tensor, inv_freq: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        angle = (position[:, None].float() * inv_freq).double()
+        return (angle.cos() * scale).float(), (angle.sin() * scale).float()
 
     def sigmoid_mul(self: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return (x.float() * gate.double().sigmoid().float()).to(x.dtype)

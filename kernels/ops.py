@@ -99,6 +99,15 @@ class Ops(Protocol):
         interleaved: bool = False,
     ) -> torch.Tensor: ...
 
+    def turns(
+        self,
+        position: torch.Tensor,  # [T] int32
+        inv_freq: torch.Tensor,  # [R / 2] float32, radians per token
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # [T, R / 2] float32 each
+        """cos and sin for ``rope``, times ``scale``: angles in float32, the rest in float64."""
+        ...
+
     def silu_mul(
         self,
         gate: torch.Tensor,  # [T, I] act, rows of any stride
@@ -114,9 +123,11 @@ class Ops(Protocol):
         logits: torch.Tensor,  # [T, E] float32
         k: int,
         normalise: bool,
+        active: torch.Tensor | None = None,  # [T] bool; None: all rows
     ) -> tuple[torch.Tensor, torch.Tensor]:  # [T, K] int32, [T, K] float32
         """The k most probable experts, best first, the lower id first among equals.
 
+        Rows that are not active choose -1.
         Weights are their probabilities among all experts, or with ``normalise`` among the chosen.
         """
         ...

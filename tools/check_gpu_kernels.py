@@ -256,6 +256,7 @@ def check_rows() -> None:
             return torch.cat([q.flatten(), k.flatten(), v.flatten()])
 
         turn = torch.rand(T, 64), torch.rand(T, 64)
+        inv_freq = 1e6 ** -(torch.arange(0, 128, 2) / 128)
         run_both(
             f"split_heads {act} {T}",
             act,
@@ -266,9 +267,16 @@ def check_rows() -> None:
         run_both(
             f"route {T}",
             F32,
-            lambda x: torch.cat(ops.route(x, 8, True), dim=1),
-            lambda x: torch.cat(reference.route(x, 8, True), dim=1),
-            [(torch.randn(T, 128) * 3,) for _ in range(2)],
+            lambda x, a: torch.cat(ops.route(x, 8, True, a), dim=1),
+            lambda x, a: torch.cat(reference.route(x, 8, True, a), dim=1),
+            [(torch.randn(T, 128) * 3, torch.rand(T) < 0.8) for _ in range(2)],
+        )
+        run_both(
+            f"turns {T}",
+            F32,
+            lambda p: torch.cat(ops.turns(p, inv_freq.cuda(), 1.25)),
+            lambda p: torch.cat(reference.turns(p, inv_freq, 1.25)),
+            [(torch.randint(0, 200_000, (T,)).int(),) for _ in range(2)],
         )
         run_both(
             f"silu_mul {act} {T}",

@@ -23,7 +23,7 @@ class CapturedExperts:
         self.log = torch.full(shape, -1, dtype=torch.int32, device=device)
         self.active = torch.zeros(batch, dtype=torch.bool, device=device)  # set by the step
         self._here = torch.full(shape[1:], -1, dtype=torch.int32, device=device)
-        self._none = torch.tensor(-1, dtype=torch.int32, device=device)
+        self._chosen = [self._here] * len(experts.layers)
 
     @property
     def left(self) -> tuple[torch.Tensor, ...]:
@@ -36,5 +36,7 @@ class CapturedExperts:
         row, division = self._rows[layer], self._division
         if self._divided:
             return division.forward(row, x, ids, weights, self.active, self.log[row], self._here)
-        torch.where(self.active[:, None], ids, self._none, out=self.log[row])
-        return division.undivided(row, x, self.log[row], weights)
+        self._chosen[row] = ids  # rows that are not in use have chosen none
+        if row + 1 == len(self._chosen):
+            torch.stack(self._chosen, out=self.log)  # one launch instead of one a layer
+        return division.undivided(row, x, ids, weights)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ftd.kernels.delta import StateRows
+from ftd.kernels.places import places
 from ftd.model.step import StepInput
 
 from .sampling import RowSampler, SamplerMemory, SampleRow
@@ -26,7 +27,7 @@ RUNS_BEFORE_CAPTURE = (
     2  # runs before a capture: compiles kernels, and lets libraries take their workspace
 )
 
-Forward = Callable[[StepInput, torch.Tensor], torch.Tensor]  # step, active rows → logits [B, V]
+Forward = Callable[[StepInput], torch.Tensor]  # → logits [B, V]
 
 
 def batch_for(rows: int) -> int | None:
@@ -118,7 +119,11 @@ class DecodeGraph:
         self._table = self._host_table.to(device)
         self._send_table = Upload(self._table)
         self._sequence = torch.arange(batch, dtype=torch.int32, device=device)
-        self._rows = torch.arange(batch, device=device)
+        self._places = places
+        if device.type == "cuda":
+            from ftd.kernels.triton.places import places as on_gpu
+
+            self._places = on_gpu
         self._graph: torch.cuda.CUDAGraph | None = None
         self._sampler = RowSampler(batch, memory, self.ids)
         self._results = Download([self._sampler.drawn.block, *left], max(VERSIONS, in_flight + 1))
@@ -172,14 +177,10 @@ class DecodeGraph:
 
     @torch.no_grad()
     def _step(self) -> None:
-        position, table = self._input.position, self._table
-        active = position >= 0
-        at = position.clamp(min=0)  # an unused row sees one key, whatever it is
-        page = table.gather(1, (at // self._page_tokens)[:, None])[:, 0].long()
-        page = torch.where(active, page, self._scratch_page)
-        place = page * self._page_tokens + at % self._page_tokens
+        given = self._input.position, self._table, self._page_tokens, self._scratch_page
+        active, position, place = self._places(*given)
         step = StepInput(
-            self._input.ids, at.to(torch.int32), self._sequence, place, table, self._rows,
-            self._input.states,
+            self._input.ids, position, self._sequence, place, self._table, None,
+            self._input.states, active,
         )  # fmt: skip
-        self.logits = self._forward(step, active)  # [B, V] float32
+        self.logits = self._forward(step)  # [B, V] float32

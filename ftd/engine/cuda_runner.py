@@ -153,8 +153,9 @@ class CudaRunner:
     def _new_graph(self, batch: int, divided: bool) -> DecodeGraph:
         experts = CapturedExperts(self._experts, batch, divided=divided)
 
-        def forward(step: StepInput, active: torch.Tensor) -> torch.Tensor:
-            experts.active = active
+        def forward(step: StepInput) -> torch.Tensor:
+            assert step.active is not None
+            experts.active = step.active
             return self._model.forward(step, self._kv, experts)
 
         return DecodeGraph(
@@ -269,7 +270,7 @@ class CudaRunner:
         self, spans: Sequence[Span], sampling: Sequence[SamplingState | None], experts: Experts
     ) -> EagerResult:
         packed = padded(pack(spans, self._kv.page_tokens, self._kv.page_stride), self._most_pages)
-        names = [name for name in StepInput.__slots__ if name != "states"]
+        names = [name for name in StepInput.__slots__ if name not in ("states", "active")]
         tensors = {name: getattr(packed, name).to(self._device) for name in names}
         step = replace(packed, **tensors)
         logits = self._model.forward(step, self._kv, experts)

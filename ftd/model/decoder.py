@@ -40,19 +40,17 @@ class Decoder:
         run = Pass(step, kv, experts, observer)
         x = self.embedding(step.ids)  # [T, H] float32
         normed = self.layers[0].mixer_norm(x)
-        for index, layer in enumerate(self.layers):
+        next_norms = [*(layer.mixer_norm for layer in self.layers[1:]), self.norm]
+        for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms)):
             if observer:
                 observer.hidden(index, x)
             x, normed = layer.mlp_norm.after(x, self._part(layer.mixer, normed, run))
-            delta = self._part(layer.mlp, normed, run)
-            if index + 1 < len(self.layers):
-                x, normed = self.layers[index + 1].mixer_norm.after(x, delta)
-            else:
-                x = x + delta
-        x = self.norm(x[step.logit_rows])  # [R, H] act
+            x, normed = next_norm.after(x, self._part(layer.mlp, normed, run))
+        if step.logit_rows is not None:
+            normed = normed[step.logit_rows]  # [R, H] act
         if observer:
-            observer.hidden(len(self.layers), x)
-        logits = self.head(x)  # [R, V]
+            observer.hidden(len(self.layers), normed)
+        logits = self.head(normed)  # [R, V]
         return logits if self.spec.logit_scale == 1.0 else logits / self.spec.logit_scale
 
     def _part(self, block: Block, normed: torch.Tensor, run: Pass) -> torch.Tensor:

@@ -32,10 +32,10 @@ class Pass:
     observer: Observer | None = None
     _turns: dict[Rotary, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
-    def turn(self, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
+    def turn(self, rotary: Rotary, ops: Ops) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [T, R / 2] of the step's positions, computed once for all layers."""
         if rotary not in self._turns:
-            self._turns[rotary] = rotary.at(self.step.position)
+            self._turns[rotary] = rotary.at(self.step.position, ops)
         return self._turns[rotary]
 
 
@@ -120,7 +120,7 @@ class Attention:
             spec.num_heads,
             (norms[0].weight, norms[1].weight) if norms else None,
             norms[0].eps if norms else 0.0,
-            run.turn(self.rotary) if self.rotary else None,
+            run.turn(self.rotary, self.ops) if self.rotary else None,
             bool(self.rotary and self.rotary.spec.interleaved),
             step.place,
             k_pages,
@@ -195,7 +195,7 @@ class SparseMlp:
 
     def __call__(self, x: torch.Tensor, run: Pass) -> torch.Tensor:
         ids, weights = self.router.ops.route(
-            self.router(x), self.spec.experts_per_token, self.spec.normalise_topk
+            self.router(x), self.spec.experts_per_token, self.spec.normalise_topk, run.step.active
         )
         if run.observer:
             run.observer.routed(self.layer, ids, weights)

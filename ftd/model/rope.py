@@ -10,6 +10,8 @@ import math
 
 import torch
 
+from ftd.kernels.ops import Ops
+
 from .published import Published
 from .spec import RopeSpec
 
@@ -101,11 +103,6 @@ class Rotary:
         self.spec = spec
         self._inv_freq = inv_freq.to(device)  # [R / 2]
 
-    def at(self, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin for each row: [T, R / 2] float32.
-
-        In float64 from the angle on, so that the last bit does not depend on whether torch's
-        vector or scalar code computed a row.
-        """
-        angle = (position[:, None].float() * self._inv_freq).double()
-        return (angle.cos() * self.spec.scale).float(), (angle.sin() * self.spec.scale).float()
+    def at(self, position: torch.Tensor, ops: Ops) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin for each row: [T, R / 2] float32."""
+        return ops.turns(position, self._inv_freq, self.spec.scale)

@@ -18,5 +18,6 @@ class StepInput:
     sequence: torch.Tensor  # [T] int32, row of page_table
     place: torch.Tensor  # [T] int64, page * page_tokens + offset: where the row's KV goes
     page_table: torch.Tensor  # [B, M] int32, pages in order; unused entries 0
-    logit_rows: torch.Tensor  # [R] int64, rows whose logits are wanted
+    logit_rows: torch.Tensor | None  # [R] int64, rows whose logits are wanted; None: all
     states: States = ()  # of every sequence, if the model has recurrent layers
+    active: torch.Tensor | None = None  # [T] bool, rows that choose experts; None: all

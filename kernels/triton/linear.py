@@ -21,6 +21,7 @@ from .numbers import power_of_2, wide_dot
 
 MAX_ROWS = 16  # of x: what one tensor core tile holds
 MAX_GEMV_ROWS = 8
+TILE = 16384  # numbers of W that a program holds at a time: mostly all of its rows
 SMALL_OUT = 1024  # with fewer outputs, 16 rows of W a program fill too few programs
 
 
@@ -100,7 +101,7 @@ def linear_few_rows(
     given = bias if bias is not None else x  # any pointer: not read
     if suits_gemv(T, O, x.dtype, weight.dtype):
         block_o = gemv_block(O)
-        block_k = min(2048, power_of_2(K))
+        block_k = min(TILE // block_o, power_of_2(K))
         _gemv_kernel[(triton.cdiv(O, block_o),)](
             x, weight, given, y, O,
             T=T, K=K, HAS_BIAS=bias is not None,

@@ -3,11 +3,12 @@
 - ``rms_norm``: x / sqrt(mean(x²) + eps) · weight, alone or behind an addition to the residual.
 - ``silu_mul``: silu(gate) · up.
 - ``rope``: the first R channels of each head turn in pairs by the row's angles.
+- ``turns``: cos and sin of those angles.
 - ``write_kv``: keys and values to their place in the pages.
 - ``split_heads``: norm per head, rope and ``write_kv`` on the product of q, k and v, at once.
 
-All in float32 inside. Rounding points are those of the separate operations: a head is rounded to
-act after its norm, before it turns. Reference: ``TorchOps`` and ``ComposedOps``.
+All in float32 inside but for ``turns``. Rounding points are those of the separate operations: a
+head is rounded to act after its norm, before it turns. Reference: ``TorchOps`` and ``ComposedOps``.
 """
 
 from __future__ import annotations
@@ -175,6 +176,39 @@ def rope(
             num_warps=1, **chained(x),
         )  # fmt: skip
     return x
+
+
+@triton.jit
+def _turns_kernel(
+    position, inv_freq, cos, sin,
+    SCALE: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    let_next_start(CHAINED)
+    wait_for_earlier(CHAINED)
+    t = tl.program_id(0).to(tl.int64)
+    r = tl.arange(0, BLOCK)
+    inside = r < HALF
+    per_token = tl.load(inv_freq + r, mask=inside, other=0.0)
+    angle = (tl.load(position + t).to(tl.float32) * per_token).to(tl.float64)
+    tl.store(cos + t * HALF + r, (tl.cos(angle) * SCALE).to(tl.float32), mask=inside)
+    tl.store(sin + t * HALF + r, (tl.sin(angle) * SCALE).to(tl.float32), mask=inside)
+
+
+def turns(
+    position: torch.Tensor,  # [T] int32, contiguous
+    inv_freq: torch.Tensor,  # [R / 2] float32, contiguous
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # [T, R / 2] float32
+    T, half = len(position), len(inv_freq)
+    assert position.is_contiguous() and inv_freq.is_contiguous(), position.stride()
+    cos = torch.empty(T, half, dtype=torch.float32, device=position.device)
+    sin = torch.empty_like(cos)
+    if T:
+        _turns_kernel[(T,)](
+            position, inv_freq, cos, sin,
+            SCALE=scale, HALF=half, BLOCK=power_of_2(half), num_warps=1, **chained(position),
+        )  # fmt: skip
+    return cos, sin
 
 
 @triton.jit

@@ -114,8 +114,9 @@ class CudaOps:
         logits: torch.Tensor,  # [T, E] float32
         k: int,
         normalise: bool,
+        active: torch.Tensor | None = None,  # [T] bool
     ) -> tuple[torch.Tensor, torch.Tensor]:  # [T, K] int32, [T, K] float32
-        return route.route(logits, k, normalise)
+        return route.route(logits, k, normalise, active)
 
     def attention(
         self,
@@ -182,6 +183,11 @@ class CudaOps:
         interleaved: bool = False,
     ) -> torch.Tensor:
         return norms.rope(x, cos, sin, interleaved)
+
+    def turns(
+        self, position: torch.Tensor, inv_freq: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return norms.turns(position, inv_freq, scale)
 
     def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return norms.silu_mul(gate, up)

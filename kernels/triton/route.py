@@ -18,7 +18,8 @@ MAX_EXPERTS = 1024
 
 @triton.jit
 def _route_kernel(
-    logits, ids, weights, E: tl.constexpr, K: tl.constexpr, NORMALISE: tl.constexpr,
+    logits, active, ids, weights,
+    E: tl.constexpr, K: tl.constexpr, NORMALISE: tl.constexpr, MASKED: tl.constexpr,
     EP: tl.constexpr, KP: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAINED)
@@ -40,6 +41,8 @@ def _route_kernel(
         p = tl.where(e == expert, -1.0, p)
     if NORMALISE:
         best = best / tl.sum(best, axis=0)
+    if MASKED:
+        chosen = tl.where(tl.load(active + t) != 0, chosen, -1)
     tl.store(ids + t * K + k, chosen, mask=k < K)
     tl.store(weights + t * K + k, best, mask=k < K)
 
@@ -48,6 +51,7 @@ def route(
     logits: torch.Tensor,  # [T, E] float32, contiguous
     k: int,
     normalise: bool,
+    active: torch.Tensor | None = None,  # [T] bool; others choose -1
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [T, K] int32, [T, K] float32
     T, E = logits.shape
     assert logits.is_contiguous() and logits.dtype == torch.float32, (logits.stride(), logits.dtype)
@@ -56,8 +60,8 @@ def route(
     weights = torch.empty(T, k, dtype=torch.float32, device=logits.device)
     if T:
         _route_kernel[(T,)](
-            logits, ids, weights,
-            E=E, K=k, NORMALISE=normalise, EP=power_of_2(E), KP=power_of_2(k),
-            num_warps=1, **chained(logits),
+            logits, active if active is not None else logits, ids, weights,
+            E=E, K=k, NORMALISE=normalise, MASKED=active is not None,
+            EP=power_of_2(E), KP=power_of_2(k), num_warps=1, **chained(logits),
         )  # fmt: skip
     return ids, weights

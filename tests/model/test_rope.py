@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ftd.kernels.reference import TorchOps
 from ftd.model.published import Published
 from ftd.model.rope import Rotary, read_rope
 
@@ -36,7 +37,7 @@ def test_turns_match_transformers(kind):
     position = torch.tensor([0, 1, 17, 300, 4095, 100_000])
     cos, sin = modeling.Qwen3MoeRotaryEmbedding(config)(torch.zeros(1), position[None])
     spec, _ = read_rope(Published(published(KINDS[kind])), 64)
-    ours = Rotary(spec).at(position.int())
+    ours = Rotary(spec).at(position.int(), TorchOps())
     for mine, theirs in zip(ours, (cos, sin), strict=True):
         assert mine.dtype == torch.float32 and mine.shape == (6, 32)
         torch.testing.assert_close(mine, theirs[0, :, :32], rtol=1e-6, atol=1e-6)
@@ -52,6 +53,6 @@ def test_says_for_how_many_tokens_a_scaling_was_made(kind, tokens):
 def test_a_row_does_not_depend_on_the_rows_beside_it():
     spec, _ = read_rope(Published(published(None)), 12)  # 6 pairs: never a whole vector
     rotary, position = Rotary(spec), torch.arange(0, 9999, 37, dtype=torch.int32)
-    together = torch.stack(rotary.at(position))
-    alone = torch.cat([torch.stack(rotary.at(p[None])) for p in position], dim=1)
+    together = torch.stack(rotary.at(position, TorchOps()))
+    alone = torch.cat([torch.stack(rotary.at(p[None], TorchOps())) for p in position], dim=1)
     assert torch.equal(together, alone)

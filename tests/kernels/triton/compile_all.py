@@ -31,11 +31,12 @@ from ftd.kernels.formats import (
 from ftd.kernels.sample import ALL_SHAPES, Drawn, Kept, Rows, mask_words
 from ftd.kernels.triton import divide, launch, sample
 from ftd.kernels.triton.ops import CudaOps
+from ftd.kernels.triton.places import places
 
 POINTER = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
     torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1", torch.float64: "*fp64",
-    torch.uint8: "*u8",
+    torch.uint8: "*u8", torch.int8: "*i8",
 }  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 
@@ -122,6 +123,9 @@ def launch_everything() -> None:
         ops.silu_mul(*tensor(T, 12288).chunk(2, dim=1))
     ops.route(tensor(4, 128, dtype=f32), 8, True)
     ops.route(tensor(4, 512, dtype=f32), 10, False)
+    ops.route(tensor(1, 128, dtype=f32), 8, True, tensor(1, dtype=torch.bool))
+    ops.turns(tensor(4, dtype=i32), tensor(64, dtype=f32), 1.25)
+    places(tensor(4, dtype=i64), tensor(4, M, dtype=i32), 16, 0)
     for V in (151936, 248320):
         rows, kept, out = Rows(4, "meta"), Kept(8, V, "meta"), Drawn.empty(4, "meta")
         logits, mask = tensor(4, V, dtype=f32), tensor(4, mask_words(V), dtype=i32)

@@ -12,9 +12,11 @@ import torch
 pytest.importorskip("triton")
 
 from ftd.kernels.formats import FORMATS, ExpertLayout, expert_layout
+from ftd.kernels.places import places as reference_places
 from ftd.kernels.reference import TorchOps
 from ftd.kernels.triton import linear, moe_decode
 from ftd.kernels.triton.ops import CudaOps
+from ftd.kernels.triton.places import places
 
 ACT = [torch.float32, torch.bfloat16]
 reference, ops = TorchOps(), CudaOps()
@@ -260,6 +262,29 @@ class TestRows:
         logits[3] = float("nan")
         ids, _ = ops.route(logits, k, normalise)
         assert ((ids >= 0) & (ids < E)).all()
+
+    def test_rows_that_are_not_active_choose_nothing(self):
+        logits, active = torch.randn(3, 12), torch.tensor([True, False, True])
+        (ids, weights), (want_ids, want) = (
+            o.route(logits, 3, True, active) for o in (ops, reference)
+        )
+        assert torch.equal(ids, want_ids) and (ids[1] == -1).all() and (ids[::2] >= 0).all()
+        torch.testing.assert_close(weights, want)
+
+    @pytest.mark.parametrize("scale", [1.0, 1.3465735])
+    def test_turns(self, scale):
+        position = torch.tensor([0, 1, 77, 40_000, 262_143], dtype=torch.int32)
+        inv_freq = 1e6 ** -(torch.arange(0, 48, 2) / 48)
+        mine, wanted = (o.turns(position, inv_freq, scale) for o in (ops, reference))
+        torch.testing.assert_close(torch.stack(mine), torch.stack(wanted), rtol=1e-7, atol=1e-9)
+
+    @pytest.mark.parametrize("B", [1, 3, 8])
+    def test_places_of_rows(self, B):
+        position = torch.tensor([40, -1, 0, 15, 16, 31, -1, 47])[:B]
+        table = torch.randperm(64).view(8, 8)[:B].int() * 32
+        given = position, table, 16, 5
+        for mine, wanted in zip(places(*given), reference_places(*given), strict=True):
+            assert mine.dtype == wanted.dtype and torch.equal(mine, wanted)
 
 
 @pytest.mark.parametrize("act", ACT, ids=str)
