@@ -20,6 +20,7 @@ Kernels that are not launched so (torch's, cuBLAS') wait for all before them, an
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from typing import Any
 
@@ -48,7 +49,17 @@ def wait_for_earlier(CHAINED: tl.constexpr):
 def can_chain(device: torch.device) -> bool:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return False
-    return torch._C._cuda_getDriverVersion() >= LEAST_DRIVER  # type: ignore[attr-defined]
+    return driver_version() >= LEAST_DRIVER
+
+
+def driver_version() -> int:
+    """As 1000 * major + 10 * minor of the newest CUDA it knows; 0: there is none to ask."""
+    version = ctypes.c_int(0)
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return 0
+    return version.value
 
 
 def chained(x: torch.Tensor) -> dict[str, Any]:

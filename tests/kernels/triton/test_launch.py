@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -122,11 +123,40 @@ def test_nothing_is_chained_without_a_gpu():
     assert launch.chained(torch.empty(1)) == {"CHAINED": False}
 
 
+class Driver:
+    """libcuda, as far as it is asked."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+
+    def cuDriverGetVersion(self, to) -> int:  # noqa: N802
+        to._obj.value = self.version
+        return 0
+
+
 def test_the_generation_and_the_driver_decide(monkeypatch):
     def can(capability: tuple[int, int], driver: int) -> bool:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)
+        monkeypatch.setattr(ctypes, "CDLL", {"libcuda.so.1": Driver(driver)}.__getitem__)
         return launch.can_chain.__wrapped__(torch.device("cuda:0"))
 
     assert can((9, 0), 13000) and can((12, 0), 12030)
     assert not can((8, 9), 13000) and not can((9, 0), 12020)
+
+
+def test_no_driver_is_an_old_one(monkeypatch):
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert launch.driver_version() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_driver_of_this_machine_is_asked():
+    device = torch.device("cuda:0")
+    assert launch.driver_version() >= 11000
+    assert launch.can_chain(device) == (
+        torch.cuda.get_device_capability(device) >= (9, 0) and launch.driver_version() >= 12030
+    )
