@@ -347,6 +347,7 @@ def arguments() -> argparse.Namespace:
     ap.add_argument("--experts", type=int, help="of each layer, to try this out")
     ap.add_argument("--folder", default="/dev/shm")
     ap.add_argument("--keep", action="store_true", help="leave the checkpoints there")
+    ap.add_argument("--prepare", action="store_true", help="write them for a later run, no more")
     ap.add_argument("--limit-s", type=float, default=1e9, help="what is left then is left out")
     ap.add_argument("--repeats", type=int, default=2)
     ap.add_argument("--prompt-tokens", type=int, default=512, help="before a decode")
@@ -364,6 +365,7 @@ def arguments() -> argparse.Namespace:
     ap.add_argument("ftd", nargs="*", help="after --: further flags for ftd")
     o = ap.parse_args()
     o.reload = dict([o.reload]) if o.reload else {}
+    o.keep |= o.prepare
     return o
 
 
@@ -375,6 +377,10 @@ def main() -> int:
     results = Results(o.out / "results.json")
     results.conditions |= {"rates": o.rates, "cores": os.cpu_count(), "ftd": o.ftd}
     bench = FullBench(o, results)
+    if o.prepare:
+        for name in o.models:
+            bench.prepare(name)
+        return 0
     end_like_a_key()
     with bench.ends:
         try:
