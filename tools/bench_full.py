@@ -58,6 +58,7 @@ KV_TOKENS = 33792  # for the longest prompt
 MAX_RUNNING = 2  # recurrent states of few sequences leave more of a small budget to experts
 FEW_EXPERTS = 31  # of a hollow checkpoint; a prime, so that no layer ends where they do
 SCORED = 4  # prompts whose answers are compared over a reload
+START_S = 200.0  # of a start that ends at all
 SILENCE_S = 120.0  # of ftd while it changes its budget or its model
 
 
@@ -151,6 +152,7 @@ class FullBench:
                 keep_log=o.out / f"ftd-{first.replace(', ', '-').replace(' ', '-')}.log",
                 program=[str(ROOT / "tools" / "serve_hollow.py")],
                 told=phases.told,
+                within_s=min(START_S, self.left_s),
             ) as started:
                 self.results.add(f"{first}.start", [started.ready_s])
                 self.results.note(f"{first}.phases", phases.seconds)

@@ -173,6 +173,7 @@ def running_ftd(
     keep_log: Path | None = None,
     program: Sequence[str] = ("-m", "ftd"),
     told: Callable[[Event], None] = lambda event: None,
+    within_s: float = READY_TIMEOUT_S,
 ) -> Iterator[Started]:
     """An ftd of our own, from its start to its end; raises BenchFailed if it does not get ready.
 
@@ -203,7 +204,7 @@ def running_ftd(
             stderr=log,
         )
     try:
-        _wait_ready(process, started, told)
+        _wait_ready(process, started, told, within_s)
         yield replace(started, ready_s=time.perf_counter() - begun_s)
     finally:
         process.terminate()
@@ -236,9 +237,12 @@ def events_of(lines: Iterable[str]) -> Iterator[Event]:
 
 
 def _wait_ready(
-    process: subprocess.Popen[bytes], started: Started, told: Callable[[Event], None]
+    process: subprocess.Popen[bytes],
+    started: Started,
+    told: Callable[[Event], None],
+    within_s: float,
 ) -> None:
-    deadline = time.perf_counter() + READY_TIMEOUT_S
+    deadline = time.perf_counter() + within_s
     with started.log.open() as log:
         lines = _Lines(log)
         while time.perf_counter() < deadline:
@@ -258,5 +262,5 @@ def _wait_ready(
                     return
             time.sleep(0.05)
     raise BenchFailed(
-        f"ftd was not ready after {READY_TIMEOUT_S} s:\n{started.log.read_text()[-3000:]}"
+        f"ftd was not ready after {within_s:.0f} s:\n{started.log.read_text()[-3000:]}"
     )

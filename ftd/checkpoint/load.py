@@ -26,6 +26,7 @@ from ftd.checkpoint.stored import Section, StoredMatrix, find_matrix, find_vecto
 from ftd.checkpoint.tensorfile import FileStamp, TensorInfo, open_regular
 from ftd.errors import CheckpointError, NotReady
 from ftd.experts.host_pool import HostPool
+from ftd.kernels.cpu.topology import usable_cores
 from ftd.kernels.formats import Matrix, MatrixLayout, PackedMatrix
 from ftd.model.architecture import Architecture
 from ftd.model.spec import ModelSpec
@@ -33,7 +34,7 @@ from ftd.units import MiB, format_bytes
 
 READ_BYTES = 16 * MiB  # one read: long enough for any disk, short enough to notice a cancel
 PIECES_PER_READ = 512  # half of what one preadv takes (IOV_MAX)
-DEFAULT_THREADS = 8  # reads in flight that keep an NVMe drive busy
+LEAST_THREADS, MOST_THREADS = 8, 16  # reads in flight: an NVMe drive wants so many; page cache more
 
 
 Read = Callable[[int, list[memoryview], int], int]  # as os.preadv
@@ -70,7 +71,7 @@ def load_weights(
     Args:
         progress: called with bytes done and in all, from the reading threads, one at a time.
         cancelled: asked before each read.
-        threads: None: as many as a fast disk needs.
+        threads: None: as many as a fast disk needs, or one for each core.
         read: where bytes come from, of files that are not all there; None: from the files.
     Raises:
         CheckpointError: a read failed, or a file is no longer the one that was checked.
@@ -79,7 +80,7 @@ def load_weights(
     jobs, dense = _plan_reads(checkpoint, architecture, spec, host_pool)
     total = sum(job.end - job.begin for job in jobs)
     reader = _Reader(checkpoint.files, progress, cancelled, total, read or os.preadv)
-    reader.run(jobs, threads or DEFAULT_THREADS)
+    reader.run(jobs, threads or min(MOST_THREADS, max(LEAST_THREADS, usable_cores())))
     return dense
 
 

@@ -321,7 +321,8 @@ def _then(first: Convert, second: Convert, stored: torch.Tensor) -> torch.Tensor
 
 
 def _every(row_bytes: int, first: int, step: int, stored: torch.Tensor) -> torch.Tensor:
-    return stored.view(-1, row_bytes)[first::step].flatten()
+    rows = stored.numpy().reshape(-1, row_bytes)[first::step]
+    return torch.from_numpy(rows.ravel())  # torch would share each of many copies among its threads
 
 
 def _transpose(
