@@ -129,7 +129,7 @@ class Driver:
     def __init__(self, version: int) -> None:
         self.version = version
 
-    def cuDriverGetVersion(self, to) -> int:  # noqa: N802
+    def cuDriverGetVersion(self, to) -> int:
         to._obj.value = self.version
         return 0
 
