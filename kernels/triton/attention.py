@@ -54,8 +54,12 @@ def _attention_kernel(
     queries = tl.load(q + at, mask=used[:, None] & (d < D)[None, :], other=0.0)
     if WIDE:
         queries = queries.to(tl.float32)
-    pos = tl.load(position + row, mask=used, other=-1)
-    seq = tl.load(sequence + row, mask=used & (pos >= 0), other=-1)
+    whose = row
+    if BQ == 1:
+        whose = tl.program_id(0) + tl.arange(0, 1)  # of one row, nothing is compared below
+    pos = tl.load(position + whose, mask=whose < T, other=-1)
+    seq = tl.load(sequence + whose, mask=whose < T, other=-1)
+    seq = tl.where(pos >= 0, seq, -1)
     top = tl.full([BQ * GP], float("-inf"), tl.float32)
     norm = tl.zeros([BQ * GP], tl.float32)
     acc = tl.zeros([BQ * GP, DP], tl.float32)
@@ -74,8 +78,11 @@ def _attention_kernel(
         table = page_table + current.to(tl.int64) * M
         for start in tl.range(first, last + 1, BK, num_stages=STAGES):
             p = start + key
-            page = tl.load(table + p // PAGE, mask=p <= last, other=0).to(tl.int64)
-            place = ((page * PAGE + p % PAGE) * NKV + kv_head) * D
+            page = tl.zeros([BK], tl.int32)
+            for j in tl.static_range(BK // PAGE if BK > PAGE else 1):  # few, and at once
+                number = tl.load(table + start // PAGE + j, mask=start + j * PAGE <= last, other=0)
+                page = tl.where(key // PAGE == j, number, page)
+            place = ((page.to(tl.int64) * PAGE + p % PAGE) * NKV + kv_head) * D
             k = tl.load(
                 k_pages + place[None, :] + d[:, None],
                 mask=(p <= last)[None, :] & (d < D)[:, None],
@@ -140,7 +147,9 @@ def _merge_kernel(
     shrink = tl.exp2(tl.where(norm > 0.0, top, float("-inf")) - base)
     inside = (norm > 0.0)[:, None] & (d < D)[None, :]
     at = partial + (line * SPLITS + s)[:, None] * D + d[None, :]
-    part = tl.load(at, mask=inside, other=0.0)
+    # of splits that saw nothing it is whatever lay there; a mask would wait for their norms
+    part = tl.load(at, mask=(s < SPLITS)[:, None] & (d < D)[None, :], other=0.0)
+    part = tl.where(inside, part, 0.0)
     total = tl.sum(norm * shrink, axis=0)
     if SINKS:
         total += tl.exp2(sink - highest)
@@ -150,7 +159,7 @@ def _merge_kernel(
 
 def attention(
     q: torch.Tensor,  # [T, N, D] act, contiguous
-    k_pages: torch.Tensor,  # [P, page_tokens, NKV, D] act, contiguous
+    k_pages: torch.Tensor,  # [P, page_tokens, NKV, D] act, contiguous, pages of a power of two
     v_pages: torch.Tensor,  # [P, page_tokens, NKV, D] act, contiguous
     page_table: torch.Tensor,  # [B, M] int32, contiguous
     sequence: torch.Tensor,  # [T] int32
@@ -165,7 +174,7 @@ def attention(
     assert all(a.is_contiguous() for a in (q, k_pages, v_pages, page_table)), q.stride()
     assert q.dtype == k_pages.dtype == v_pages.dtype, (q.dtype, k_pages.dtype)
     assert k_pages.shape == v_pages.shape and k_pages.shape[3] == D, (q.shape, k_pages.shape)
-    assert N % kv_heads == 0, (N, kv_heads)
+    assert N % kv_heads == 0 and page == power_of_2(page), (N, kv_heads, page)
     assert sinks is None or (sinks.shape == (N,) and sinks.dtype == torch.float32), sinks.shape
     out = torch.empty_like(q)
     if T == 0:
@@ -190,7 +199,7 @@ def attention(
             partial, stats, logits, out,
             N=N, D=D, SINKS=sinks is not None,
             SPLITS=splits, SP=power_of_2(splits), DP=tile.channels,
-            num_warps=2, **chained(q),
+            num_warps=4, **chained(q),
         )  # fmt: skip
     return out
 

@@ -177,7 +177,8 @@ def _combine_kernel(
     acc = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(K):
         used = tl.load(ids + t * K + k) >= 0
-        value = tl.load(y + (t * K + k) * H + h, mask=(h < H) & used, other=0.0)
+        value = tl.load(y + (t * K + k) * H + h, mask=h < H, other=0.0)
+        value = tl.where(used, value, 0.0)  # as a mask of the load, it would be waited for
         acc += tl.load(weights + t * K + k) * value
     tl.store(out + t * H + h, acc, mask=h < H)
 

@@ -1,7 +1,8 @@
 """The router's choice: softmax over the experts' logits, the K largest, weights normalised or not.
 
 One program a row; reads E logits. K rounds of "largest, of equal ones the lowest id", so that the
-choice is that of a stable sort. E <= 1024. Reference: ``ComposedOps.route``.
+choice is that of a stable sort: one reduction each, over numbers that hold a probability's bits
+above the id. E <= 1024. Reference: ``ComposedOps.route``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from .launch import chained, let_next_start, wait_for_earlier
 from .numbers import power_of_2
 
 MAX_EXPERTS = 1024
+LEAST = tl.constexpr(-(1 << 63))
 
 
 @triton.jit
@@ -29,16 +31,17 @@ def _route_kernel(
     x = tl.load(logits + t * E + e, mask=e < E, other=float("-inf"))
     p = tl.exp(x - tl.max(x, axis=0))
     p = p / tl.sum(p, axis=0)
-    p = tl.where(e < E, p, -1.0)
+    p = tl.where(e < E, p, -1.0)  # below all others; bits of those are in order, NaN comes first
+    key = (p.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (EP - 1 - e).to(tl.int64)
     k = tl.arange(0, KP)
     chosen = tl.zeros([KP], tl.int32)
     best = tl.zeros([KP], tl.float32)
     for round in tl.static_range(K):
-        largest = tl.max(p, axis=0)
-        expert = tl.min(tl.where(p == largest, e, E - 1), axis=0)  # NaN equals nothing: the last
+        most = tl.max(key, axis=0)
+        expert = EP - 1 - (most & 0xFFFFFFFF).to(tl.int32)
         chosen = tl.where(k == round, expert, chosen)
-        best = tl.where(k == round, largest, best)
-        p = tl.where(e == expert, -1.0, p)
+        best = tl.where(k == round, (most >> 32).to(tl.int32).to(tl.float32, bitcast=True), best)
+        key = tl.where(key == most, LEAST, key)
     if NORMALISE:
         best = best / tl.sum(best, axis=0)
     if MASKED:
