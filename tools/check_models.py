@@ -164,10 +164,12 @@ def releases() -> Iterator[str]:
         for fmt, suffix in release["formats"].items():
             layout = layout_of(spec, fmt)
             total = dense + layout.record_bytes * num_experts(spec)
-            ram, vram = least_memory(spec, layout, dense)
+            vram, plan = least_memory(spec, layout, dense)
+            ram = plan.pool_bytes + dense + plan.headroom_bytes
+            kv_bytes = 1000 * plan.page_bytes / plan.page_tokens
             yield (
                 f"| {name}{suffix} | `{spec.model_type}`, {fmt} | {total / GiB:.1f} GiB "
-                f"| {dense / GiB:.1f} GiB | {1000 * spec.kv_bytes_per_token / MiB:.0f} MiB "
+                f"| {dense / GiB:.1f} GiB | {kv_bytes / MiB:.0f} MiB "
                 f"| {ram / GiB:.0f} GiB | {vram / GiB:.1f} GiB |"
             )
 
@@ -186,8 +188,8 @@ def layout_of(spec: ModelSpec, fmt: str) -> ExpertLayout:
     return expert_layout(FORMATS[fmt], spec.hidden, moe(spec).inner, bias=moe(spec).bias)
 
 
-def least_memory(spec: ModelSpec, layout: ExpertLayout, dense_bytes: int) -> tuple[int, int]:
-    """Of the host while loading, and of a GPU that holds ``CONTEXT`` tokens of KV, in bytes.
+def least_memory(spec: ModelSpec, layout: ExpertLayout, dense_bytes: int) -> tuple[int, MemoryPlan]:
+    """Bytes of a GPU that holds ``CONTEXT`` tokens of KV, and the plan for it.
 
     With so little nearly every expert stays in host memory: more of the GPU is faster.
     """
@@ -207,7 +209,7 @@ def least_memory(spec: ModelSpec, layout: ExpertLayout, dense_bytes: int) -> tup
             high = middle
         except FtdError:
             low = middle
-    return plan(high).pool_bytes + dense_bytes + plan(high).headroom_bytes, high
+    return high, plan(high)
 
 
 def _product(shape: tuple[int, ...]) -> int:

@@ -17,6 +17,7 @@ import torch
 
 from ftd.kernels.delta import StateRows
 from ftd.kernels.places import places
+from ftd.kv.window_cache import WindowPages
 from ftd.model.step import StepInput
 
 from .sampling import RowSampler, SamplerMemory, SampleRow
@@ -44,6 +45,7 @@ class DecodeRow:
     pages: Sequence[int]  # at least position // page_tokens + 1 of them
     source: int = -1  # slot of its recurrent state, -1: it begins
     target: int = -1  # slot for the state after it, if the model has some
+    window: Sequence[int] = ()  # as ``pages``, of layers with pages of their own
 
 
 class DecodeInput:
@@ -73,13 +75,15 @@ class DecodeInput:
                 host[:, i] = row.position, row.source, row.target, row.token
 
 
-def fill_pages(table: torch.Tensor, rows: Sequence[DecodeRow | None], page_stride: int = 1) -> bool:
-    """Bring a page table [B, M] int32 up to date; False: it was."""
+def fill_pages(
+    table: torch.Tensor, rows: Sequence[Sequence[int] | None], page_stride: int = 1
+) -> bool:
+    """Bring a page table [B, M] int32 up to date with the pages of rows; False: it was."""
     changed = False
     for known, row in zip(table.numpy(), rows):
         if row is None:
             continue
-        pages = np.asarray(row.pages, np.int32) * page_stride
+        pages = np.asarray(row, np.int32) * page_stride
         if not np.array_equal(known[: len(pages)], pages):
             known[: len(pages)] = pages
             changed = True
@@ -91,6 +95,7 @@ class DecodeGraph:
 
     Args:
         in_flight: steps of which the results are not read yet, at most.
+        windowed: some layers have pages of their own.
     """
 
     def __init__(
@@ -106,6 +111,7 @@ class DecodeGraph:
         left: Sequence[torch.Tensor] = (),  # what forward leaves for the host besides logits
         *,
         in_flight: int = 2,
+        windowed: bool = False,
     ) -> None:
         self.batch = batch
         self._page_tokens, self._page_stride = page_tokens, page_stride
@@ -118,6 +124,11 @@ class DecodeGraph:
         self._host_table = torch.zeros(batch, most_pages, dtype=torch.int32)
         self._table = self._host_table.to(device)
         self._send_table = Upload(self._table)
+        self._windows: torch.Tensor | None = None  # the same, of layers with pages of their own
+        if windowed:
+            self._host_windows = torch.zeros_like(self._host_table)
+            self._windows = torch.zeros_like(self._table)
+            self._send_windows = Upload(self._windows)
         self._sequence = torch.arange(batch, dtype=torch.int32, device=device)
         self._places = places
         if device.type == "cuda":
@@ -163,8 +174,13 @@ class DecodeGraph:
             self._send_following.send(self._host.without_ids)
         else:
             self._send.send(self._host.block)
-        if fill_pages(self._host_table, rows, self._page_stride):
+        pages = [row.pages if row else None for row in rows]
+        if fill_pages(self._host_table, pages, self._page_stride):
             self._send_table.send(self._host_table)
+        if self._windows is not None:
+            windows = [row.window if row else None for row in rows]
+            if fill_pages(self._host_windows, windows):
+                self._send_windows.send(self._host_windows)
         if self._graph is not None:
             self._graph.replay()
         else:
@@ -179,8 +195,13 @@ class DecodeGraph:
     def _step(self) -> None:
         given = self._input.position, self._table, self._page_tokens, self._scratch_page
         active, position, place = self._places(*given)
+        window_place = None
+        if self._windows is not None:
+            _, _, window_place = self._places(
+                self._input.position, self._windows, self._page_tokens, WindowPages.scratch_page
+            )
         step = StepInput(
             self._input.ids, position, self._sequence, place, self._table, None,
-            self._input.states, active,
+            self._input.states, active, window_place, self._windows,
         )  # fmt: skip
         self.logits = self._forward(step)  # [B, V] float32

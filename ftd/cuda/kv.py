@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ftd.kv.cache import KvCache
+from ftd.kv.cache import KvCache, paged_layers
+from ftd.kv.window_cache import WindowPages
 from ftd.model.spec import ModelSpec
 from ftd.units import MiB
 
@@ -41,12 +42,14 @@ class CudaKvCache(KvCache):
         dtype: torch.dtype,
         memory: DeviceMemory,
         max_pages: int | None = None,
+        windows: WindowPages | None = None,
     ) -> None:
-        layers = {(layer.num_kv_heads, layer.head_dim) for layer in spec.attention_layers}
+        self.windows, paged = windows, paged_layers(spec, windows)
+        layers = {(layer.num_kv_heads, layer.head_dim) for layer in paged}
         assert len(layers) == 1, f"layers differ in their keys: {layers}"
         self.num_pages, self.page_tokens = num_pages, page_tokens
         self.max_pages = (max_pages or num_pages) if memory.elastic else num_pages
-        self.page_stride = parts = 2 * len(spec.attention_layers)
+        self.page_stride = parts = 2 * len(paged)
         shape = (page_tokens, *layers.pop())
         self._ranges = memory
         part = torch.Size(shape).numel()
@@ -58,7 +61,7 @@ class CudaKvCache(KvCache):
         self.pages = flat.view(self.max_pages + 1, parts, page_tokens, -1)
         length = (self.max_pages * parts + 1) * part  # up to the last page's own
         views = [flat[i * part :][:length].view(-1, *shape) for i in range(parts)]
-        self.k, self.v = views[0::2], views[1::2]
+        self._set(views[0::2], views[1::2])
         self._raw = self._room.span()[:most].view(self.max_pages + 1, self.page_bytes)
         self.bytes = self._room.mapped_bytes
         device = memory.device
@@ -167,5 +170,6 @@ class CudaKvCache(KvCache):
         if self._copies is not None:
             torch.cuda.synchronize(self._ranges.device)
         with self._reading:
-            self.k, self.v, self.pages, self._raw = [], [], self.pages[:0], self._raw[:0]
+            self.k, self.v, self._paged = [], [], []
+            self.pages, self._raw = self.pages[:0], self._raw[:0]
             self._room.close()

@@ -15,6 +15,7 @@ import structlog
 import torch
 
 from ftd.kv.state_cache import StateCache, layer_states, map_memory, slot_bytes
+from ftd.kv.windowing import Windowing
 from ftd.model.spec import ModelSpec
 
 from .driver import register_host
@@ -24,13 +25,57 @@ from .pinned import Registration, cut, register_pieces
 log = structlog.get_logger(__name__)
 
 
+class KeptSlots:
+    """Slots of registered host memory; none where the system refuses to register it.
+
+    Args:
+        register: makes host memory readable by kernels; None: the driver does, on a GPU.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        slot_bytes: int,
+        device: torch.device,
+        register: Callable[[int, int], str | None] | None = None,
+    ) -> None:
+        self._device = device
+        stride = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE  # registered pieces share no page
+        self.memory = map_memory(num_slots * stride)
+        with suppress(OSError):  # all of it is taken now, and there are fewer huge pages to pin
+            self.memory.madvise(mmap.MADV_HUGEPAGE)
+        kept = torch.frombuffer(self.memory, dtype=torch.uint8)[: num_slots * stride]
+        self._registration = Registration()
+        if register is None and device.type == "cuda":
+            register = register_host
+        if register is not None and num_slots:
+            pieces = cut(kept.data_ptr(), len(kept), stride)
+            self._registration = register_pieces(pieces, device, register)
+        if not self._registration.pinned:
+            log.warning(
+                "states.not_pinned",
+                reason=self._registration.reason,
+                cost="no recurrent state is kept: every prompt is computed from its beginning",
+                hint="raise the limit on locked memory (ulimit -l, LimitMEMLOCK)",
+            )
+            num_slots, kept = 0, kept[:0]
+        self.slots = kept.view(num_slots, stride)[:, :slot_bytes]
+        self.address = kept.data_ptr() + stride * torch.arange(num_slots)
+
+    def wait_for_steps(self) -> None:
+        """They may still read what is in a slot, or write it."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def close(self) -> None:
+        """Nothing may run any more."""
+        self._registration.close()
+
+
 class CudaStates(StateCache):
     """``StateCache`` whose first ``num_live`` slots are on the device, and the others on the host.
 
     Where the system refuses to register host memory, there are no others: nothing is kept.
-
-    Args:
-        register: makes host memory readable by kernels; None: the driver does, on a GPU.
     """
 
     def __init__(
@@ -44,35 +89,14 @@ class CudaStates(StateCache):
         register: Callable[[int, int], str | None] | None = None,
     ) -> None:
         self.slot_bytes = size = slot_bytes(spec, dtype.itemsize)
-        self.num_live, self._device = num_live, memory.device
+        self.num_live = num_live
         self._room = memory.reserve(num_live * size, num_live * size)
         self._live = self._room.span()[: num_live * size].view(num_live, size)
-        stride = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE  # registered pieces share no page
-        self._memory = map_memory(num_kept * stride)
-        with suppress(OSError):  # all of it is taken now, and there are fewer huge pages to pin
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
-        kept = torch.frombuffer(self._memory, dtype=torch.uint8)[: num_kept * stride]
-        self._registration = Registration()
-        if register is None and memory.device.type == "cuda":
-            register = register_host
-        if register is not None and num_kept:
-            pieces = cut(kept.data_ptr(), len(kept), stride)
-            self._registration = register_pieces(pieces, memory.device, register)
-        if not self._registration.pinned:
-            log.warning(
-                "states.not_pinned",
-                reason=self._registration.reason,
-                cost="no recurrent state is kept: every prompt is computed from its beginning",
-                hint="raise the limit on locked memory (ulimit -l, LimitMEMLOCK)",
-            )
-            num_kept, kept = 0, kept[:0]
-        self.num_slots = num_live + num_kept
-        self._slots = kept.view(num_kept, stride)[:, :size]
+        self._kept = KeptSlots(num_kept, size, memory.device, register)
+        self._memory, self._slots = self._kept.memory, self._kept.slots
+        self.num_slots = num_live + len(self._slots)
         address = torch.cat(
-            [
-                self._room.address + size * torch.arange(num_live),
-                kept.data_ptr() + stride * torch.arange(num_kept),
-            ]
+            [self._room.address + size * torch.arange(num_live), self._kept.address]
         )
         self.layers = layer_states(spec, dtype.itemsize, address.to(memory.device))
 
@@ -85,14 +109,40 @@ class CudaStates(StateCache):
         self.slot(target).copy_(self.slot(source), non_blocking=True)
 
     def write(self, slot: int, state: torch.Tensor) -> None:
-        """Waits for steps under way: they may still read what was in a kept slot, or write it."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        self._kept.wait_for_steps()
         super().write(slot, state)
 
     def close(self) -> None:
         """Nothing may run any more."""
-        self._registration.close()
+        self._kept.close()
         self._live = self._live[:0]
         self._room.close()
+        super().close()
+
+
+class CudaWindowStates(StateCache):
+    """Copies of windows to resume from, in registered host memory: a copy is one transfer."""
+
+    def __init__(
+        self,
+        windowing: Windowing,
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        register: Callable[[int, int], str | None] | None = None,
+    ) -> None:
+        self.slot_bytes = windowing.slot_bytes(dtype.itemsize)
+        self._kept = KeptSlots(num_slots, self.slot_bytes, device, register)
+        self._memory, self._slots = self._kept.memory, self._kept.slots
+        self.num_slots = len(self._slots)
+        self.layers = []
+
+    def write(self, slot: int, state: torch.Tensor) -> None:
+        self._kept.wait_for_steps()
+        super().write(slot, state)
+
+    def close(self) -> None:
+        """Nothing may run any more."""
+        self._kept.close()
         super().close()

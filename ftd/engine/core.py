@@ -330,8 +330,8 @@ class EngineCore:
             result = self.runner.run(spans, sampling, borders)
         except BaseException:
             self.experts.abandon_step()
-            for span in spans:
-                self.held.recurrence.abandon(span.states)
+            for (answering, _), span in zip(runs, spans, strict=True):
+                self.held.recurrence.abandon(answering.sequence, span.states)
             raise
         return Launched(runs, spans, result)
 
@@ -500,7 +500,7 @@ class EngineCore:
         sequence = answering.sequence
         begin = sequence.computed + 1
         self.held.extend(sequence, begin + 1)
-        states = self.held.recurrence.step_ahead(span.states)
+        states = self.held.recurrence.step_ahead(sequence, span.states)
         return Span((0,), begin, sequence.pages, 1, states)
 
     def _commit(self, step: Launched, draws: Seq[Draw | EngineFailed]) -> list[Output]:
@@ -509,7 +509,7 @@ class EngineCore:
             sequence = answering.sequence
             if not self._is_live(answering):
                 drawing.append(answering)  # of a step launched ahead: its token is surplus
-                self.held.recurrence.abandon(span.states)
+                self.held.recurrence.abandon(sequence, span.states)
                 continue
             if answering.scoring:
                 answering.score(span.begin, step.result.logits()[row : row + span.logits])

@@ -144,8 +144,11 @@ class CudaRunner:
         greedy = SamplingState(Sampling(temperature=0.0), ())
         for tokens in warm_up_sizes(min(self._chunk_tokens, self._most_pages * page_tokens)):
             pages = [self._kv.scratch_page] * -(-tokens // page_tokens)
-            # of the states nobody has one yet
-            moves = StateMoves(None, ((tokens, 0),), (0.0,)) if self._kv.states else None
+            moves = None
+            if self._kv.windows:
+                moves = StateMoves(None, (), (), [0] * len(pages))
+            elif self._kv.states:  # of which nobody has one yet
+                moves = StateMoves(None, ((tokens, 0),), (0.0,))
             span = Span((0,) * tokens, 0, pages, 1, moves)
             self._eager([span], [greedy], self._experts).draws()
             self._experts.abandon_step()
@@ -169,6 +172,7 @@ class CudaRunner:
             self.memory,
             experts.left,
             in_flight=2 * len(self._carried),
+            windowed=self._kv.windows is not None,
         )
 
     def run(
@@ -190,7 +194,7 @@ class CudaRunner:
         missed, or the CPU computes beside the link. A recurrent state goes from token to token, and
         captured rows take theirs at once.
         """
-        if self._kv.states is not None:
+        if self._kv.states is not None and self._kv.windows is None:
             return False
         if any(span.logits != int(s is not None) for span, s in zip(spans, sampling)):
             return False  # a prompt that is judged
@@ -270,9 +274,7 @@ class CudaRunner:
         self, spans: Sequence[Span], sampling: Sequence[SamplingState | None], experts: Experts
     ) -> EagerResult:
         packed = padded(pack(spans, self._kv.page_tokens, self._kv.page_stride), self._most_pages)
-        names = [name for name in StepInput.__slots__ if name not in ("states", "active")]
-        tensors = {name: getattr(packed, name).to(self._device) for name in names}
-        step = replace(packed, **tensors)
+        step = packed.to(self._device)
         logits = self._model.forward(step, self._kv, experts)
         states, positions = drawing(spans, sampling)
         drawn = []
@@ -296,7 +298,10 @@ class CudaRunner:
 
 def one_by_one(span: Span) -> list[Span]:
     """Its tokens; what is drawn after the last one is not said."""
-    return [Span((token,), span.begin + i, span.pages, 0) for i, token in enumerate(span.ids)]
+    moves = replace(span.states, targets=(), kept=()) if span.states else None  # a window's pages
+    return [
+        Span((token,), span.begin + i, span.pages, 0, moves) for i, token in enumerate(span.ids)
+    ]
 
 
 def waves_of(rows: int) -> list[slice]:
@@ -314,15 +319,20 @@ def padded(step: StepInput, most_pages: int) -> StepInput:
     """
     rows = len(step.ids)
     row = torch.arange(-(-rows // BLOCK_ROWS) * BLOCK_ROWS).clamp(max=rows - 1)
-    table = torch.nn.functional.pad(step.page_table, (0, most_pages - step.page_table.shape[1]))
+
+    def wide(table: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(table, (0, most_pages - table.shape[1]))
+
     return StepInput(
         step.ids[row],
         step.position[row],
         step.sequence[row],
         step.place[row],
-        table,
+        wide(step.page_table),
         step.logit_rows,
         step.states,
+        window_place=None if step.window_place is None else step.window_place[row],
+        window_table=None if step.window_table is None else wide(step.window_table),
     )
 
 
@@ -336,8 +346,8 @@ def warm_up_sizes(most_tokens: int) -> list[int]:
 
 
 def _row(span: Span) -> DecodeRow:
-    row = DecodeRow(span.ids[0], span.begin, span.pages)
-    if span.states is None:
+    row = DecodeRow(span.ids[0], span.begin, span.pages, window=span.window)
+    if span.states is None or span.window:
         return row
     source = -1 if span.states.source is None else span.states.source
     ((_, target),) = span.states.targets

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from ftd.engine import figures
 from ftd.engine.recurrence import Recurrence
 from ftd.engine.restoring import Restoring
+from ftd.engine.windows import Windows
 from ftd.kv.anchor_book import AnchorBook
 from ftd.kv.anchors import Anchor, AnchorInfo, AnchorKind, AnchorTotals, Ended
 from ftd.kv.cache import KvCache
@@ -56,7 +57,9 @@ class Holdings:
         if host is not None:
             self.tree.leaving = host.take
         self.recurrence = Recurrence(0, max_running, kv.page_tokens, clock)
-        if states := kv.states:
+        if kv.windows and kv.states:
+            self.recurrence = Windows(kv.windows, kv.states, clock)
+        elif states := kv.states:
             self.recurrence = Recurrence(
                 states.num_slots, max_running, kv.page_tokens, clock,
                 num_live=states.num_live, copy=states.copy,

@@ -36,7 +36,7 @@ from ftd.cuda.host_pages import PinnedPages
 from ftd.cuda.kv import CudaKvCache
 from ftd.cuda.memory import DeviceMemory, held_bytes
 from ftd.cuda.pinned import register
-from ftd.cuda.states import CudaStates
+from ftd.cuda.states import CudaStates, CudaWindowStates
 from ftd.engine.api import EngineLimits
 from ftd.engine.benches import on_cpu, on_gpu, tune_cpu
 from ftd.engine.core import EngineCore, StepExperts
@@ -55,6 +55,7 @@ from ftd.kv.cache import KvCache
 from ftd.kv.disk import DiskStore, try_directory
 from ftd.kv.host import HostTier
 from ftd.kv.state_cache import StateCache
+from ftd.kv.window_cache import WindowPages, WindowStates
 from ftd.memory import vram
 from ftd.memory.machine import Gpu, Machine, own_bytes, read_machine
 from ftd.memory.plan import MemoryPlan, act_dtype, plan_memory
@@ -308,9 +309,14 @@ def _on_cpu(
     ops = _ops(config, pool, undo)
     model = prepared.architecture.build(spec, weights, ops, dtype)
     most_pages = prepared.machine.total_bytes * plan.num_pages // plan.kv_bytes
-    kv = KvCache(spec, plan.num_pages, plan.page_tokens, dtype, max(plan.num_pages, most_pages))
+    windows = _window_pages(plan, dtype, "cpu", undo)
+    most_pages = max(plan.num_pages, most_pages)
+    kv = KvCache(spec, plan.num_pages, plan.page_tokens, dtype, most_pages, windows)
     undo.callback(kv.close)
-    if plan.num_states:
+    if windows:
+        kv.states = WindowStates(windows.windowing, plan.num_states, dtype)
+        undo.callback(kv.states.close)
+    elif plan.num_states:
         kv.states = StateCache(spec, plan.num_states, dtype)
         undo.callback(kv.states.close)
     experts = ExpertRuntime(spec, prepared.layout, pool, ops, plan.num_slots)
@@ -318,6 +324,16 @@ def _on_cpu(
     tune_cpu(config, prepared, pool, dtype, ops)
     profiling = on_cpu(config, prepared, pool, dtype, ops, experts)
     return _Parts(ops.name, model, kv, experts, CpuRunner(model, kv), profiling)
+
+
+def _window_pages(
+    plan: MemoryPlan, dtype: torch.dtype, device: torch.device | str, undo: ExitStack
+) -> WindowPages | None:
+    if plan.windowing is None:
+        return None
+    pages = WindowPages(plan.windowing, plan.num_window_pages, plan.page_tokens, dtype, device)
+    undo.callback(pages.close)
+    return pages
 
 
 def _on_gpu(
@@ -359,6 +375,7 @@ def _on_gpu(
     if pinned:
         undo.callback(pinned.close)
     most_pages = plan.vram.budget_bytes // plan.page_bytes
+    windows = _window_pages(plan, dtype, device, undo)
     kv = CudaKvCache(
         spec,
         plan.num_pages,
@@ -366,9 +383,13 @@ def _on_gpu(
         dtype,
         memory,
         max(plan.num_pages, most_pages),
+        windows,
     )
     undo.callback(kv.close)
-    if plan.num_states:
+    if windows:
+        kv.states = CudaWindowStates(windows.windowing, plan.num_states, dtype, device)
+        undo.callback(kv.states.close)
+    elif plan.num_states:
         live = plan.vram.num_states
         kv.states = CudaStates(spec, live, plan.num_states - live, dtype, memory)
         undo.callback(kv.states.close)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from ftd.kv.anchors import AnchorKind
@@ -36,6 +37,7 @@ class StateMoves:
     source: int | None  # slot of the state before its first token; None: the sequence begins
     targets: tuple[tuple[int, int], ...]  # (tokens before it, slot), ascending; the last: all
     kept: tuple[float, ...]  # chance of each to be resumed from; 0: it is not at a border
+    window: Seq[int] = ()  # page table of layers with a window (``ftd.engine.windows``)
 
 
 class Recurrence:
@@ -109,7 +111,7 @@ class Recurrence:
             self._slots.get(sequence.key), (*targets, (end, last)), (*kept, wanted.get(end, 0.0))
         )
 
-    def step_ahead(self, moves: StateMoves | None) -> StateMoves | None:
+    def step_ahead(self, sequence: Sequence, moves: StateMoves | None) -> StateMoves | None:
         """Slots of the token after ``moves``, launched before their step has been committed.
 
         In order of steps it writes when they have read: into their source, if nobody else has it.
@@ -141,7 +143,7 @@ class Recurrence:
         if moves.kept[-1]:
             self._keep(sequence.ids[:end], last, moves.kept[-1])
 
-    def abandon(self, moves: StateMoves | None) -> None:
+    def abandon(self, sequence: Sequence, moves: StateMoves | None) -> None:
         """The step came to nothing."""
         if moves is None:
             return

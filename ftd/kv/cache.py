@@ -7,7 +7,7 @@ nothing until it is used, and closing gives everything back at once, whatever vi
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from math import prod
 from typing import Protocol
@@ -16,7 +16,8 @@ import torch
 
 from ftd.errors import BudgetExceeded
 from ftd.kv.state_cache import StateCache
-from ftd.model.spec import ModelSpec
+from ftd.kv.window_cache import WindowPages
+from ftd.model.spec import AttentionSpec, ModelSpec
 from ftd.units import format_bytes
 
 _ALIGN_BYTES = 4096  # a page of memory: no two tensors share one
@@ -40,11 +41,12 @@ class KvCache:
     Args:
         num_pages: in use at first.
         max_pages: address space for so many, P, if the system grants it: ``resize`` may go so far.
+        windows: where some layers have pages of their own; nothing below moves or copies those.
     """
 
     first_page = 0  # those below are no sequence's
     page_stride = 1  # in k and v a sequence's page p is number p * page_stride
-    states: StateCache | None = None  # of a model with recurrent layers
+    states: StateCache | None = None  # of a model with recurrent layers, or with ``windows``
 
     def __init__(
         self,
@@ -53,34 +55,47 @@ class KvCache:
         page_tokens: int,
         dtype: torch.dtype,
         max_pages: int | None = None,
+        windows: WindowPages | None = None,
     ) -> None:
         self.num_pages = num_pages
         self.page_tokens = page_tokens
+        self.windows = windows
         tokens = [
-            (page_tokens, layer.num_kv_heads, layer.head_dim) for layer in spec.attention_layers
+            (page_tokens, layer.num_kv_heads, layer.head_dim)
+            for layer in paged_layers(spec, windows)
         ]
         page_bytes = [prod(shape) * dtype.itemsize for shape in tokens]  # of k, and again of v
         self.page_bytes = 2 * sum(page_bytes)
         self._memory, self.max_pages = _map(page_bytes, num_pages, max_pages or num_pages)
         self.bytes = len(self._memory)
-        self.k: list[torch.Tensor] = []
-        self.v: list[torch.Tensor] = []
+        k: list[torch.Tensor] = []
+        v: list[torch.Tensor] = []
         self._parts: list[tuple[int, int]] = []  # (offset, bytes of a page) of each tensor
         offset = 0
         for shape, num_bytes in zip(tokens, page_bytes, strict=True):
-            for tensors in (self.k, self.v):
+            for tensors in (k, v):
                 count = self.max_pages * prod(shape)
                 flat = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset)
                 tensors.append(flat.view(self.max_pages, *shape))
                 self._parts.append((offset, num_bytes))
                 offset += _aligned(self.max_pages * num_bytes)
+        self._set(k, v)
+
+    def _set(self, k: list[torch.Tensor], v: list[torch.Tensor]) -> None:
+        """Of layers whose pages are the cache's own."""
+        self._paged = list(zip(k, v, strict=True))
+        self.k, self.v = k, v
+        if self.windows is not None:
+            self.k = _between(k, self.windows.k)
+            self.v = _between(v, self.windows.v)
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copy pages (from, to); no page is both."""
         for at in range(0, len(moves), _MOVED_AT_ONCE):
             sources, targets = torch.tensor(moves[at : at + _MOVED_AT_ONCE]).T
-            for tensor in (*self.k, *self.v):
-                tensor[targets] = tensor[sources]
+            for both in self._paged:
+                for tensor in both:
+                    tensor[targets] = tensor[sources]
 
     def resize(self, num_pages: int) -> None:
         """Use pages 0 .. ``num_pages`` - 1 from now on. Memory of the others goes back at once.
@@ -97,8 +112,8 @@ class KvCache:
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copy the first ``tokens`` of a page, of every layer. Cost: some µs a layer."""
-        for tensors in (self.k, self.v):
-            for layer in tensors:
+        for both in self._paged:
+            for layer in both:
                 layer[target, :tokens] = layer[source, :tokens]
 
     def gather(self, pages: Sequence[int]) -> torch.Tensor | None:
@@ -108,7 +123,7 @@ class KvCache:
         """
         parts = [
             layer[list(pages)].view(torch.uint8).reshape(len(pages), -1)
-            for both in zip(self.k, self.v, strict=True)
+            for both in self._paged
             for layer in both
         ]
         return torch.cat(parts, dim=1)
@@ -116,7 +131,7 @@ class KvCache:
     def scatter(self, pages: Sequence[int], data: torch.Tensor) -> None:
         """Put into pages what ``gather`` has found, once; between two steps."""
         at, index = 0, list(pages)
-        for both in zip(self.k, self.v, strict=True):
+        for both in self._paged:
             for layer in both:
                 size = layer[0].numel() * layer.dtype.itemsize
                 part = data[:, at : at + size].contiguous().view(layer.dtype)
@@ -139,8 +154,21 @@ class KvCache:
 
     def close(self) -> None:
         """Give the memory back. Views that outlive this read zeros."""
-        self.k, self.v = [], []
+        self.k, self.v, self._paged = [], [], []
         self._memory.madvise(mmap.MADV_DONTNEED)
+
+
+def paged_layers(spec: ModelSpec, windows: WindowPages | None) -> list[AttentionSpec]:
+    """Those whose keys and values are in the cache's own pages."""
+    apart = windows.windowing.layers if windows else ()
+    return [layer for i, layer in enumerate(spec.attention_layers) if i not in apart]
+
+
+def _between(paged: list[torch.Tensor], apart: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+    """All layers in order: those of ``apart`` at their places, the others where there is room."""
+    rest = iter(paged)
+    total = len(paged) + len(apart)
+    return [apart[i] if i in apart else next(rest) for i in range(total)]
 
 
 class _Done:

@@ -18,6 +18,7 @@ from ftd.errors import BudgetExceeded, ConfigError
 from ftd.kernels.formats import ExpertLayout
 from ftd.kv.state_cache import slot_bytes
 from ftd.kv.states import LIVE_STATES
+from ftd.kv.windowing import Windowing, windowing
 from ftd.memory import vram
 from ftd.memory.machine import Gpu, Machine
 from ftd.model.spec import AttentionSpec, DeltaSpec, DenseSpec, ModelSpec, MoeSpec
@@ -55,8 +56,11 @@ class MemoryPlan:
     available_bytes: int
     limited_by: str
     host_kv_bytes: int = 0  # for KV that is evicted from a GPU
-    num_states: int = 0  # recurrent ones, of a model that has them
+    num_states: int = 0  # recurrent ones, of a model that has them, or copies of windows
     states_bytes: int = 0
+    windowing: Windowing | None = None  # of layers that keep no more than a window
+    num_window_pages: int = 0
+    window_bytes: int = 0
     vram: vram.VramPlan | None = None  # None: the CPU device
 
     @property
@@ -81,6 +85,7 @@ class MemoryPlan:
             ("host pool", self.pool_bytes, f"{format_count(self.num_experts)} experts"),
             ("workspace", self.workspace_bytes, f"chunks of {self.prefill_chunk} tokens"),
             *self._state_rows(),
+            *self.window_rows(),
             ("KV pool", self.kv_bytes, self._kv_note()),
             ("expert slots", self.slots_bytes, slots if self.num_slots else "off"),
             ("headroom", self.headroom_bytes, "interpreter, libraries, requests"),
@@ -119,7 +124,15 @@ class MemoryPlan:
         """(use, bytes, note) in the memory that computes: the GPU's, or on the CPU device all."""
         if self.vram is None:
             return self._rows()
-        return self.vram.rows(self._kv_note(), vram.notes(self.num_slots, self.num_experts))
+        slots_note = vram.notes(self.num_slots, self.num_experts)
+        return self.vram.rows(self._kv_note(), slots_note, self.window_rows())
+
+    def window_rows(self) -> list[tuple[str, int, str]]:
+        if self.windowing is None:
+            return []
+        layers, tokens = len(self.windowing.layers), self.windowing.tokens + 1
+        note = f"{layers} layers see {format_count(tokens)} tokens: no more of them is kept"
+        return [("window KV", self.window_bytes, note)]
 
     def _host_kv_rows(self) -> list[tuple[str, int, str]]:
         if not self.host_kv_bytes:
@@ -131,7 +144,8 @@ class MemoryPlan:
         if not self.num_states:
             return []
         each = format_bytes(self.states_bytes // self.num_states)
-        note = f"{format_count(self.num_states)} of {each}: of sequences, and to resume from"
+        use = "to resume from" if self.windowing else "of sequences, and to resume from"
+        note = f"{format_count(self.num_states)} of {each}: {use}"
         return [("states", self.states_bytes, note)]
 
     def _kept_rows(self, live: int, live_bytes: int) -> list[tuple[str, int, str]]:
@@ -215,8 +229,11 @@ class _Needs:
     pool_bytes: int
     workspace_bytes: int
     headroom_bytes: int
-    state_bytes: int  # of one sequence's recurrent state
+    state_bytes: int  # of one sequence's recurrent state, or of a copy of its windows
     live_states: int  # that running sequences need at most
+    windowing: Windowing | None
+    num_window_pages: int
+    window_bytes: int
 
     @staticmethod
     def of(
@@ -230,11 +247,18 @@ class _Needs:
         if config.prefill_chunk != "auto":
             chunk = config.prefill_chunk
         chunk = min(chunk, spec.context if config.context == "auto" else config.context)
+        token_bytes, state_bytes = spec.kv_bytes_per_token * act_bytes // 2, 0
+        num_window_pages = window_bytes = 0
+        if (windows := windowing(spec)) is not None:
+            num_window_pages = windows.num_pages(PAGE_TOKENS, config.max_running, chunk)
+            window_bytes = num_window_pages * PAGE_TOKENS * windows.token_bytes(act_bytes)
+            token_bytes -= windows.token_bytes(act_bytes)
+            state_bytes = windows.slot_bytes(act_bytes)
         return _Needs(
             spec=spec,
             num_experts=num_experts,
             record_bytes=layout.record_bytes,
-            page_bytes=PAGE_TOKENS * spec.kv_bytes_per_token * act_bytes // 2,
+            page_bytes=PAGE_TOKENS * token_bytes,
             chunk=chunk,
             dense_bytes=dense_bytes,
             pool_bytes=pool_bytes,
@@ -246,15 +270,18 @@ class _Needs:
                 on_gpu=gpu is not None,
             ),
             headroom_bytes=HEADROOM_BYTES + int(HEADROOM_SHARE * (dense_bytes + pool_bytes)),
-            state_bytes=slot_bytes(spec, act_bytes),
+            state_bytes=state_bytes or slot_bytes(spec, act_bytes),
             live_states=LIVE_STATES * config.max_running if spec.delta_layers else 0,
+            windowing=windows,
+            num_window_pages=num_window_pages,
+            window_bytes=window_bytes,
         )
 
     @property
     def fixed_bytes(self) -> int:
         weights = self.dense_bytes + self.pool_bytes
         states = self.live_states * self.state_bytes
-        return weights + self.workspace_bytes + self.headroom_bytes + states
+        return weights + self.workspace_bytes + self.headroom_bytes + states + self.window_bytes
 
     @property
     def least_kv_bytes(self) -> int:
@@ -304,6 +331,9 @@ class _Planner:
             limited_by=self.machine.limited_by,
             num_states=states,
             states_bytes=states * needs.state_bytes,
+            windowing=needs.windowing,
+            num_window_pages=needs.num_window_pages,
+            window_bytes=needs.window_bytes,
         )
 
     def _kept_states(self, free: int) -> int:
@@ -331,13 +361,14 @@ class _Planner:
         workspace = needs.workspace_bytes + routes + unused
         states_bytes = needs.live_states * needs.state_bytes
         fixed = vram.OVERHEAD_BYTES + needs.dense_bytes + workspace + states_bytes
+        fixed += needs.window_bytes
         budget = vram.budget_bytes(config, gpu)
         context = needs.spec.context if config.context == "auto" else config.context
         found = vram.divide(
             config,
             room_bytes=budget - fixed,
             fixed_bytes=fixed,
-            states_bytes=states_bytes,
+            states_bytes=states_bytes + needs.window_bytes,
             page_bytes=needs.page_bytes,
             page_tokens=PAGE_TOKENS,
             least_pages=_pages_for(MIN_CONTEXT_TOKENS if config.context == "auto" else context),
@@ -365,6 +396,9 @@ class _Planner:
             host_kv_bytes=self._host_kv(kv_bytes, on_host + kept * needs.state_bytes),
             num_states=needs.live_states + kept,
             states_bytes=(needs.live_states + kept) * needs.state_bytes,
+            windowing=needs.windowing,
+            num_window_pages=needs.num_window_pages,
+            window_bytes=needs.window_bytes,
             vram=vram.VramPlan(
                 gpu,
                 budget,
@@ -377,6 +411,7 @@ class _Planner:
                 found.num_slots * needs.record_bytes,
                 needs.live_states,
                 states_bytes,
+                needs.window_bytes,
             ),
         )
 

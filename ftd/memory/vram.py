@@ -7,6 +7,7 @@ slots with whatever is left.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -44,17 +45,21 @@ class VramPlan:
     slots_bytes: int
     num_states: int = 0  # recurrent ones, of running sequences
     states_bytes: int = 0
+    window_bytes: int = 0  # of layers with pages of their own
 
     @property
     def total_bytes(self) -> int:
-        return sum(num_bytes for _, num_bytes, _ in self.rows("", ""))
+        return self.window_bytes + sum(num_bytes for _, num_bytes, _ in self.rows("", ""))
 
-    def rows(self, kv_note: str, slots_note: str) -> list[tuple[str, int, str]]:
+    def rows(
+        self, kv_note: str, slots_note: str, window_rows: Sequence[tuple[str, int, str]] = ()
+    ) -> list[tuple[str, int, str]]:
         return [
             ("CUDA", self.overhead_bytes, "context, kernels, library handles, graphs"),
             ("dense weights", self.dense_bytes, "attention, norms, routers, embedding, head"),
             ("workspace", self.workspace_bytes, "of one step"),
             *self._state_rows(),
+            *window_rows,
             ("staging", self.staging_bytes, f"{self.staging_records} experts on their way"),
             ("KV pool", self.kv_bytes, kv_note),
             ("expert slots", self.slots_bytes, slots_note),

@@ -38,6 +38,14 @@ class Pass:
             self._turns[rotary] = rotary.at(self.step.position, ops)
         return self._turns[rotary]
 
+    def paging(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where an attention layer's keys go [T], and its page table [B, M]."""
+        windows, step = self.kv.windows, self.step
+        if windows is None or layer not in windows.k:
+            return step.place, step.page_table
+        assert step.window_place is not None and step.window_table is not None, layer
+        return step.window_place, step.window_table
+
 
 Block = Callable[[torch.Tensor, Pass], torch.Tensor]  # [T, H] act → [T, H] float32
 
@@ -111,6 +119,7 @@ class Attention:
         spec, step = self.spec, run.step
         heads = spec.num_heads + 2 * spec.num_kv_heads
         k_pages, v_pages = run.kv.k[self.layer], run.kv.v[self.layer]
+        place, page_table = run.paging(self.layer)
         qkv, gate = self._ungated(self.qkv(x))
         norms = (self.q_norm, self.k_norm) if self.q_norm and self.k_norm else None
         if norms and spec.qk_norm == "width":
@@ -122,7 +131,7 @@ class Attention:
             norms[0].eps if norms else 0.0,
             run.turn(self.rotary, self.ops) if self.rotary else None,
             bool(self.rotary and self.rotary.spec.interleaved),
-            step.place,
+            place,
             k_pages,
             v_pages,
         )
@@ -130,7 +139,7 @@ class Attention:
             q,
             k_pages,
             v_pages,
-            step.page_table,
+            page_table,
             step.sequence,
             step.position,
             spec.softmax_scale,

@@ -21,3 +21,12 @@ class StepInput:
     logit_rows: torch.Tensor | None  # [R] int64, rows whose logits are wanted; None: all
     states: States = ()  # of every sequence, if the model has recurrent layers
     active: torch.Tensor | None = None  # [T] bool, rows that choose experts; None: all
+    # As ``place`` and ``page_table``, of layers with pages of their own (``ftd.kv.window_cache``):
+    window_place: torch.Tensor | None = None  # [T] int64
+    window_table: torch.Tensor | None = None  # [B, M] int32
+
+    def to(self, device: torch.device) -> StepInput:
+        """The same step with its tensors there."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        tensors = {name: x.to(device) for name, x in values.items() if isinstance(x, torch.Tensor)}
+        return StepInput(**(values | tensors))

@@ -19,7 +19,7 @@ from ftd.cuda.graphs import BATCHES
 from ftd.cuda.host_pages import PinnedPages
 from ftd.cuda.kv import CudaKvCache
 from ftd.cuda.memory import DeviceMemory
-from ftd.cuda.states import CudaStates
+from ftd.cuda.states import CudaStates, CudaWindowStates
 from ftd.engine.benches import on_gpu
 from ftd.engine.core import EngineCore
 from ftd.engine.cuda_runner import CudaRunner
@@ -29,6 +29,7 @@ from ftd.kernels.cpu import native
 from ftd.kernels.reference import TorchOps
 from ftd.kv.host import HostTier
 from ftd.kv.states import LIVE_STATES
+from ftd.kv.window_cache import WindowPages
 from ftd.schedule.policy import Limits
 
 
@@ -66,9 +67,17 @@ def cuda_core(
         pages = num_pages or plan.num_pages
         pinned_pages = PinnedPages(host_pages, plan.page_bytes, device, piece_bytes=2**18)
         undo.callback(pinned_pages.close)
-        kv = kv_cache(spec, pages, plan.page_tokens, dtype, memory, max_pages)
+        windows = None
+        if plan.windowing:
+            windows = WindowPages(
+                plan.windowing, plan.num_window_pages, plan.page_tokens, dtype, device
+            )
+        kv = kv_cache(spec, pages, plan.page_tokens, dtype, memory, max_pages, windows)
         undo.callback(kv.close)
-        if plan.num_states:
+        if windows:
+            kv.states = CudaWindowStates(windows.windowing, plan.num_states, dtype, device)
+            undo.callback(kv.states.close)
+        elif plan.num_states:
             live = LIVE_STATES * config.max_running
             kv.states = CudaStates(spec, live, plan.num_states - live, dtype, memory)
             undo.callback(kv.states.close)

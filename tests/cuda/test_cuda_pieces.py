@@ -51,10 +51,10 @@ def test_the_part_without_ids_leaves_them():
 
 def test_page_tables_are_sent_when_they_change():
     table = torch.zeros(2, 4, dtype=torch.int32)
-    rows = [DecodeRow(0, 0, [3, 1]), None]
-    assert fill_pages(table, rows) and not fill_pages(table, rows)
+    pages = [[3, 1], None]
+    assert fill_pages(table, pages) and not fill_pages(table, pages)
     assert table.tolist() == [[3, 1, 0, 0], [0] * 4]
-    assert fill_pages(table, [DecodeRow(0, 0, [3, 1, 2])])
+    assert fill_pages(table, [[3, 1, 2]])
 
 
 @given(

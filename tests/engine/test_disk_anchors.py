@@ -249,3 +249,14 @@ async def test_a_block_is_written_anew_for_states_that_came_later(tmp_path):
         assert (await ask(handle, "first", PROMPT))[0] == 592
     async with engine(tmp_path.with_name("empty"), **settings) as handle:
         assert await ask(handle, "third", [*PROMPT[:222], 6, 6, 6]) == (0, third)
+
+
+async def test_windows_survive_with_their_pages(tmp_path):
+    settings = {"model": str(MODEL.parent / "gpt_oss-mxfp4"), "max_running": "2"}
+    async with engine(tmp_path / "anchors", **settings) as handle:
+        _, first = await ask(handle, "first", PROMPT)
+    async with engine(tmp_path / "anchors", **settings) as handle:
+        assert await ask(handle, "again", PROMPT) == (599, first)
+        reused, _ = await ask(handle, "middle", [*PROMPT[:350], 1, 2, 3])
+        assert reused == 300  # the system prompt's end
+        await settle(handle)

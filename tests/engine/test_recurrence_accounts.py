@@ -89,7 +89,7 @@ class RecurrenceMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def commit_with_a_step_ahead(self, data):
         """Both are launched, then the first ends, perhaps some sequences, and then the second."""
-        ahead = [self.recurrence.step_ahead(moves) for _, _, moves in self.moves]
+        ahead = [self.recurrence.step_ahead(s, moves) for s, _, moves in self.moves]
         targets = [target for moves in ahead for _, target in moves.targets]
         assert len(targets) == len(set(targets)) == len(ahead)
         assert not set(targets) & {moves.source for moves in ahead}
@@ -106,7 +106,7 @@ class RecurrenceMachine(RuleBasedStateMachine):
             if data.draw(st.booleans()):
                 self.running.remove(sequence)
                 self.recurrence.leave(sequence)
-                self.recurrence.abandon(moves)
+                self.recurrence.abandon(sequence, moves)
             else:
                 sequence.computed += 1
                 self.recurrence.commit(sequence, moves)
@@ -114,8 +114,8 @@ class RecurrenceMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.moves)
     @rule()
     def give_up(self):
-        for _, _, moves in self.moves:
-            self.recurrence.abandon(moves)
+        for sequence, _, moves in self.moves:
+            self.recurrence.abandon(sequence, moves)
         self.moves = []
 
     @precondition(lambda self: self.running and not self.moves)
