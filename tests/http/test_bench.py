@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -115,7 +116,7 @@ async def test_full_models_are_measured_at_each_budget_and_over_a_reload(tmp_pat
         "--reload", "trial", "trial-oss", "--folder", tmp_path, "--out", tmp_path / "out",
         "--shorter", "40", "--prompt-tokens", "40", "--output-tokens", "16", "--repeats", "1",
         "--", "--device", "cpu",
-        stdout=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE, env={**os.environ, "HOLLOW_MEMORY": "1T"},
     )  # fmt: skip
     out, _ = await process.communicate()
     kept = Results.read(tmp_path / "out" / "results.json")
