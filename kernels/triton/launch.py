@@ -30,6 +30,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LEAST_CAPABILITY = (9, 0)
+LINE_BYTES = 128  # what one address brings to the L2 cache
 LEAST_DRIVER = 12030  # CUDA 12.3: the first that captures such launches
 
 
@@ -43,6 +44,16 @@ def let_next_start(CHAINED: tl.constexpr):
 def wait_for_earlier(CHAINED: tl.constexpr):
     if CHAINED:
         gdc_wait()
+
+
+@triton.jit
+def prefetch(weights, CHAINED: tl.constexpr):
+    """Bring the lines that these addresses lie in to the L2 cache; nothing waits for them."""
+    if CHAINED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l", [weights], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @functools.cache

@@ -16,12 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import chained, let_next_start, wait_for_earlier
+from .launch import LINE_BYTES, chained, let_next_start, prefetch, wait_for_earlier
 from .numbers import power_of_2, wide_dot
 
 MAX_ROWS = 16  # of x: what one tensor core tile holds
 MAX_GEMV_ROWS = 8
 TILE = 16384  # numbers of W that a program holds at a time: mostly all of its rows
+PREFETCHED_BYTES = 32 << 20  # of a matrix: it has to stay in the L2 cache until it is used
 SMALL_OUT = 1024  # with fewer outputs, 16 rows of W a program fill too few programs
 
 
@@ -58,9 +59,13 @@ def _skinny_kernel(
     x, weight, bias, y, T, O,
     K: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr,
-    CHAINED: tl.constexpr,
+    LINES: tl.constexpr, LINE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAINED)
+    if LINES > 0:
+        begin = tl.program_id(0).to(tl.int64) * BLOCK_O * K
+        size = tl.minimum(O * K - begin, BLOCK_O * K)  # of its rows of W, which lie side by side
+        prefetch(weight + begin + tl.minimum(tl.arange(0, LINES) * LINE, size - 1), CHAINED)
     wait_for_earlier(CHAINED)
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     k = tl.arange(0, BLOCK_K)
@@ -110,11 +115,14 @@ def linear_few_rows(
         )  # fmt: skip
         return y
     block_o = 16 if O <= 16384 else 32
+    line = LINE_BYTES // weight.element_size()
+    fits = weight.numel() * weight.element_size() <= PREFETCHED_BYTES
     _skinny_kernel[(triton.cdiv(O, block_o),)](
         x, weight, given, y, T, O,
         K=K, HAS_BIAS=bias is not None,
         BLOCK_O=block_o, BLOCK_K=min(256, max(16, power_of_2(K))), STAGES=4,
         WIDE=wide_dot(x.dtype),
+        LINES=power_of_2(triton.cdiv(block_o * K, line)) if fits else 0, LINE=line,
         num_warps=4, **chained(x),
     )  # fmt: skip
     return y
