@@ -30,10 +30,11 @@ from ftd.kernels.cpu.topology import usable_cores
 from ftd.kernels.formats import Matrix, MatrixLayout, PackedMatrix
 from ftd.model.architecture import Architecture
 from ftd.model.spec import ModelSpec
-from ftd.units import MiB, format_bytes
+from ftd.units import KiB, MiB, format_bytes
 
 READ_BYTES = 16 * MiB  # one read: long enough for any disk, short enough to notice a cancel
 PIECES_PER_READ = 512  # half of what one preadv takes (IOV_MAX)
+ASIDE_BYTES = 64 * KiB  # of what is converted: so much is read with its neighbours, more by itself
 LEAST_THREADS, MOST_THREADS = 8, 16  # reads in flight: an NVMe drive wants so many; page cache more
 
 
@@ -47,6 +48,7 @@ class Piece:
     tensor: TensorInfo
     begin: int  # in the file
     target: memoryview
+    done: Callable[[], None] | None = None  # once all of it is there; such a piece is not cut
 
     @property
     def end(self) -> int:
@@ -154,30 +156,44 @@ class _Plan:
 
     def jobs(self) -> list[Job]:
         """In the order of the disk."""
-        jobs = [
-            Job(batch[0].tensor.file, batch[0].begin, batch[-1].end, partial(_read_batch, batch))
-            for batch in plan_reads(self.pieces)
-        ]
+        pieces, jobs = list(self.pieces), []
         for sections in self._converted.values():
             one = sections[0][0]
             end = one.begin + one.nbytes
-            jobs.append(Job(one.tensor.file, one.begin, end, partial(_convert, sections)))
+            if one.nbytes <= ASIDE_BYTES:  # scales between matrices: many, and a read of many
+                pieces.append(_aside(sections))
+            else:
+                jobs.append(Job(one.tensor.file, one.begin, end, partial(_convert, sections)))
+        jobs += (
+            Job(batch[0].tensor.file, batch[0].begin, batch[-1].end, partial(_read_batch, batch))
+            for batch in plan_reads(pieces)
+        )
         return sorted(jobs, key=lambda job: (job.file, job.begin))
 
 
 def _read_batch(batch: list[Piece], fill: Fill) -> None:
     fill(batch)
+    for piece in batch:
+        if piece.done is not None:
+            piece.done()
 
 
 def _convert(sections: list[tuple[Section, memoryview]], fill: Fill) -> None:
-    """Read one range into a buffer, and put what each section makes of it in its place."""
+    _read_batch([_aside(sections)], fill)
+
+
+def _aside(sections: list[tuple[Section, memoryview]]) -> Piece:
+    """Sections of one range, read to a buffer, from where each puts what it makes of it."""
     one, _ = sections[0]
     buffer = np.empty(one.nbytes, dtype=np.uint8)
-    fill([Piece(one.tensor, one.begin, buffer.data)])
-    for section, target in sections:
-        assert section.convert is not None
-        kept = section.convert(torch.from_numpy(buffer)).numpy()
-        np.frombuffer(target, dtype=np.uint8)[: len(kept)] = kept
+
+    def put() -> None:
+        for section, target in sections:
+            assert section.convert is not None
+            kept = section.convert(torch.from_numpy(buffer)).numpy()
+            np.frombuffer(target, dtype=np.uint8)[: len(kept)] = kept
+
+    return Piece(one.tensor, one.begin, buffer.data, put)
 
 
 def plan_reads(pieces: list[Piece]) -> list[list[Piece]]:
@@ -201,6 +217,9 @@ def plan_reads(pieces: list[Piece]) -> list[list[Piece]]:
 def _cut(pieces: list[Piece]) -> Iterator[Piece]:
     """Pieces no longer than one read; empty tensors need none."""
     for piece in pieces:
+        if piece.done is not None:
+            yield piece
+            continue
         for at in range(0, len(piece.target), READ_BYTES):
             yield Piece(piece.tensor, piece.begin + at, piece.target[at : at + READ_BYTES])
 

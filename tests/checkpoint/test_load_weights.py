@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from ftd.checkpoint import load
 from ftd.checkpoint.headers import check, read_checkpoint
 from ftd.checkpoint.load import Piece, load_weights, plan_reads
+from ftd.checkpoint.stored import Section
 from ftd.checkpoint.tensorfile import TensorInfo
 from ftd.errors import CheckpointError, NotReady
 from ftd.experts.host_pool import HostPool
@@ -175,6 +177,27 @@ def test_reads_cover_every_piece_once_and_are_contiguous(sizes, limit):
     for batch in batches:
         assert all(a.end == b.begin for a, b in itertools.pairwise(batch))
         assert batch[-1].end - batch[0].begin <= limit
+
+
+def test_a_scale_that_is_converted_is_read_with_the_matrix_before_it():
+    numbers, scale = (
+        TensorInfo(name, dtype, (2,), "file", begin, size)
+        for name, dtype, begin, size in (("w", "U8", 0, 2), ("s", "BF16", 2, 4))
+    )
+    target, plan = bytearray(6), load._Plan()
+    plan.section(Section(numbers, 0, 2), memoryview(target))
+    for half in (0, 1):  # two parts of one range, as rows that take turns
+        part = partial(torch.narrow, dim=0, start=2 * half, length=2)
+        plan.section(Section(scale, 2, 4, part), memoryview(target)[2 + 2 * half :])
+    (job,) = plan.jobs()
+    assert (job.begin, job.end) == (0, 6)
+
+    def fill(batch: list[Piece]) -> None:
+        for piece in batch:
+            piece.target[:] = bytes(range(piece.begin, piece.end))
+
+    job.run(fill)
+    assert target == bytes(range(6))
 
 
 CHILD = """

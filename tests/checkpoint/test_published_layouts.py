@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ftd.checkpoint import load
 from ftd.checkpoint.headers import check, read_checkpoint
 from ftd.checkpoint.load import load_weights
 from ftd.checkpoint.source import resolve
@@ -21,10 +22,12 @@ from ftd.model.spec import MoeSpec
 TINY = sorted((Path(__file__).parents[1] / "data" / "oracles").glob("*/config.json"))
 
 
+@pytest.mark.parametrize("aside_bytes", [0, load.ASIDE_BYTES])
 @pytest.mark.parametrize(
     "path", [resolve("demo").path, *(file.parent for file in TINY)], ids=lambda p: p.name
 )
-def test_loaded_bytes_equal_those_of_the_safetensors_library(path: Path):
+def test_loaded_bytes_equal_those_of_the_safetensors_library(path: Path, aside_bytes, monkeypatch):
+    monkeypatch.setattr(load, "ASIDE_BYTES", aside_bytes)
     checkpoint = read_checkpoint(path)
     architecture = architecture_for(checkpoint.config)
     spec = architecture.spec(checkpoint.config, checkpoint.generation_config)
