@@ -295,20 +295,30 @@ class Runs:
         self.results.add(f"{at}.roofline", [100 * least_s / step["step_s"]])
 
     async def reload(self, server: Server, to: str) -> None:
-        """To a model of another family and back; answers before and after are compared."""
+        """To a model of another family and back; answers before and after are compared.
+
+        Beside that: the same answers twice without a reload, since residency moves meanwhile.
+        """
         path, _ = await asyncio.to_thread(self.bench.prepare, to, 2)
         scored = [self.prompts.new(48) for _ in range(SCORED)]
-        before = await rows.answers(server, scored)
+        before, again = [await rows.answers(server, scored) for _ in range(2)]
         there = await self.call(Reload(model=str(path)))
         self.bench.say(f"{self.name}: reloaded as {there}")
         other = await with_server(self.started.url, _decode_some)
         back = await self.call(Reload(model=str(self.path)))
         self.bench.say(f"{self.name}: reloaded as {back}; {other} tokens between")
         after = await rows.answers(server, scored)
-        found = rows.agreement(before, after, far=0.25)
-        decoded = sum(len(tokens) for tokens in before["tokens"])
-        fact = {"to": to, "there_s": there.load_s, "back_s": back.load_s, "decoded": decoded}
-        self.results.note(f"{self.name}.reload", fact | found)
+        self.results.note(
+            f"{self.name}.reload",
+            {
+                "to": to,
+                "there_s": there.load_s,
+                "back_s": back.load_s,
+                "decoded": sum(len(tokens) for tokens in before["tokens"]),
+                "over": rows.agreement(before, after, far=0.25),
+                "without": rows.agreement(before, again, far=0.25),
+            },
+        )
 
 
 async def _decode_some(server: Server) -> int:

@@ -110,11 +110,16 @@ def _starts(results: Results) -> list[str]:
 
 
 def _reload(name: str, fact: Mapping[str, Any]) -> str:
+    def gaps(found: Mapping[str, Any]) -> str:
+        return (
+            f"{found['decoded_equal']} of {fact['decoded']} greedy tokens equal, "
+            f"{found['bitwise']} of {found['compared']} log-probabilities to the last bit, "
+            f"the largest gap {found['largest']:.2g} nat"
+        )
+
     return (
-        f"{name} → {fact['to']} → {name}: {fact['there_s']:.1f} s and {fact['back_s']:.1f} s, "
-        f"{fact['decoded_equal']} of {fact['decoded']} greedy tokens equal before and after, "
-        f"{fact['bitwise']} of {fact['compared']} log-probabilities to the last bit, "
-        f"the largest gap {fact['largest']:.2g} nat"
+        f"{name} → {fact['to']} → {name}: {fact['there_s']:.1f} s and {fact['back_s']:.1f} s; "
+        f"before and after {gaps(fact['over'])}; twice without a reload {gaps(fact['without'])}"
     )
 
 

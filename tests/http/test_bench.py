@@ -130,7 +130,8 @@ async def test_full_models_are_measured_at_each_budget_and_over_a_reload(tmp_pat
     assert kept.facts["trial.800K.slots"] < kept.facts["trial.1M.slots"]
     assert {"headers", "weights"} < set(kept.facts["trial.1M.phases"])
     reloaded = kept.facts["trial.reload"]
-    assert reloaded["compared"] == reloaded["bitwise"] > 100
+    assert reloaded["over"]["compared"] == reloaded["over"]["bitwise"] > 100
+    assert reloaded["without"]["answers_parted"] == 0
     assert "1M, 1 threads" in (tmp_path / "out" / "table.md").read_text()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]  # what was written has gone
 
