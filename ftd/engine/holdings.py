@@ -53,7 +53,7 @@ class Holdings:
         self.kv, self.host = kv, host
         self.pages = PagePool(kv.num_pages, kv.page_tokens, kv.first_page)
         self.tree = PrefixTree(self.pages, rank_of_pages, clock)
-        self.anchors = AnchorBook(self.tree)
+        self.anchors = AnchorBook(self.tree, host.book if host else None)
         if host is not None:
             self.tree.leaving = host.take
         self.recurrence = Recurrence(0, max_running, kv.page_tokens, clock)
@@ -171,7 +171,8 @@ class Holdings:
     def keep(self, sequence: Sequence) -> None:
         """Let the prefix tree have what is computed so far."""
         chance = self._chance(sequence)
-        self.tree.insert(sequence.ids[: sequence.computed], sequence.pages, chance=chance)
+        ids, session = sequence.ids[: sequence.computed], sequence.request.session
+        self.tree.insert(ids, sequence.pages, chance=chance, session=session)
 
     def resumed(self, sequence: Sequence) -> Anchor | None:
         """The anchor that a sequence which begins has come by last; counts as its use."""
@@ -185,7 +186,8 @@ class Holdings:
     def give_back(self, sequence: Sequence, *, answered: bool = False) -> None:
         """All it holds; what is computed stays cached while there is room."""
         ids, chance = sequence.ids[: sequence.computed], self._chance(sequence)
-        self.tree.insert(ids, sequence.pages, ends=True, chance=chance)
+        session = sequence.request.session
+        self.tree.insert(ids, sequence.pages, ends=True, chance=chance, session=session)
         self.recurrence.leave(sequence)
         if not sequence.request.passing:
             self.restoring.offer(sequence, chance, answered)

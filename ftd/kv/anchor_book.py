@@ -27,8 +27,14 @@ class Standing(NamedTuple):
 
 
 class AnchorBook:
-    def __init__(self, tree: PrefixTree) -> None:
-        self._tree = tree
+    """
+    Args:
+        below: of a tier that keeps what is evicted here. An anchor that stands there still is the
+            same one when its tokens have been computed again.
+    """
+
+    def __init__(self, tree: PrefixTree, below: AnchorBook | None = None) -> None:
+        self._tree, self._below = tree, below
         self._longest: dict[str, int] = {}  # prompt of each session, oldest sessions first
         self._shown: WeakSet[KeptAnchor] = WeakSet()  # as long as a run has them, in any tier
         self.hits = 0
@@ -61,7 +67,7 @@ class AnchorBook:
                 run = next(runs, None)
             if run is None:
                 return
-            self._stand(run, anchor, session)
+            self._stand(run, ids, anchor, session)
             upper = run
             if anchor.kind is AnchorKind.SYSTEM:
                 upper = self._tree.cut(run, anchor.position)
@@ -88,7 +94,7 @@ class AnchorBook:
             if fork is not None:
                 passed = fork
             else:
-                self._stand(runs[-1], Anchor(tokens, AnchorKind.FORK), session)
+                self._stand(runs[-1], ids, Anchor(tokens, AnchorKind.FORK), session)
         if passed is not None:
             passed.hits += 1
             passed.used_s = self._tree.now_s()
@@ -142,9 +148,11 @@ class AnchorBook:
                     last = position
             before[run] = last
 
-    def _stand(self, run: Run, anchor: Anchor, session: str) -> None:
+    def _stand(self, run: Run, ids: array[int], anchor: Anchor, session: str) -> None:
         """Note an anchor. Pages copied from one another in part share those of the common part."""
         if anchor.position not in run.anchors and run.parent is not None:
+            if self._below and (known := self._below._known(ids, anchor.position)):
+                run.anchors[anchor.position] = known
             key = run.tokens[: anchor.position - run.begin].tobytes()
             for twin in run.parent.all_holding(key):
                 if known := twin.anchors.get(anchor.position):
@@ -153,6 +161,13 @@ class AnchorBook:
         kept = run.stand(anchor, session, self._tree.now_s())
         if kept.shown:
             self._shown.add(kept)
+
+    def _known(self, ids: array[int], position: int) -> KeptAnchor | None:
+        """The anchor that stands behind so many tokens of ``ids``."""
+        *_, run = self._tree.path(ids[:position]) or (None,)
+        if run is None or ids[run.begin : position] != run.tokens[: position - run.begin]:
+            return None
+        return run.anchors.get(position)
 
     def _is_side(self, session: str, prompt_tokens: int) -> bool:
         return is_side(prompt_tokens, self._longest.get(session, 0))
@@ -167,10 +182,16 @@ class AnchorBook:
 
 
 def _owner(run: Run) -> str | None:
-    """The session of the last anchor on the way to the end of a run; without one, its own."""
+    """Whose a run is: of the only session that came by, or else by the anchors before its end.
+
+    Where prompts part is not asked: whoever comes there second has used nothing behind it.
+    """
+    if run.session is not None:
+        return run.session
     at: Run | None = run
     while at is not None:
-        if at.anchors:
-            return at.anchors[max(at.anchors)].session
+        made = [p for p, anchor in at.anchors.items() if anchor.kind is not AnchorKind.FORK]
+        if made:
+            return at.anchors[max(made)].session
         at = at.parent
-    return run.session
+    return None

@@ -105,8 +105,12 @@ class HostTier:
         rest = array("i", [at.get(i, GHOST) for i in range(len(known), end)])
         self._moment = run.used
         ids = ids[: end * self._page_tokens]
-        self.tree.insert(ids, known + rest, ends=True, chance=run.chance)
+        session = run.session or ""
+        self.tree.insert(ids, known + rest, ends=True, chance=run.chance, session=session)
         self.pool.release(new)
+        *_, last = self.tree.path(ids)
+        if last.session != run.session:  # what goes on behind these pages may be another's
+            self.tree.cut(last, len(ids)).session = run.session
         left = run.begin + (len(run.pages) - num_pages) * self._page_tokens
         if going := [run.anchors[p] for p in sorted(run.anchors) if left < p <= len(ids)]:
             self.book.take_back(ids, going)

@@ -117,7 +117,13 @@ class PrefixTree:
         return Match(pages, Part(page, shared), ended)
 
     def insert(
-        self, ids: array[int], pages: array[int], *, ends: bool = False, chance: float = 0.0
+        self,
+        ids: array[int],
+        pages: array[int],
+        *,
+        ends: bool = False,
+        chance: float = 0.0,
+        session: str = "",
     ) -> None:
         """Keep the whole pages of ``ids``, whose KV has been computed into the caller's ``pages``.
 
@@ -128,6 +134,7 @@ class PrefixTree:
         Args:
             ends: the caller writes no more: a page filled in part is kept as well.
             chance: of a match with what is new.
+            session: it comes from; what is new stands apart from what another session has left.
         """
         num_pages = min(len(ids) // self._page_tokens, len(pages))
         path = self._path(ids, num_pages)
@@ -137,7 +144,7 @@ class PrefixTree:
         whole = num_pages * self._page_tokens
         if len(known) < num_pages:
             tokens = ids[len(known) * self._page_tokens : whole]
-            end = self._extend(end, tokens, pages[len(known) : num_pages], chance)
+            end = self._extend(end, tokens, pages[len(known) : num_pages], chance, session)
         if ends and len(ids) > whole and len(pages) > num_pages:
             self._keep_tail(end, ids[whole:], pages[num_pages], chance)
 
@@ -283,13 +290,16 @@ class PrefixTree:
             return Ended.EVICTED
         return Ended.GOES_ON if path else Ended.NOTHING
 
-    def _extend(self, end: Run, tokens: array[int], pages: array[int], chance: float) -> Run:
+    def _extend(
+        self, end: Run, tokens: array[int], pages: array[int], chance: float, session: str
+    ) -> Run:
         """Put new pages behind ``end``; returns the node they are in."""
         key = self._key(tokens)
         anchors = self._drop_covered(end, key)
         for page in pages:
             self._pool.keep(page)
-        if end is not self._root and not end.children:
+        grows = end is not self._root and not end.children
+        if grows and end.session in (None, session):
             end.tokens.extend(tokens)  # the same path grows: used at the same time, so one node
             end.pages.extend(pages)
             end.chance = max(end.chance, chance)

@@ -75,12 +75,26 @@ def test_anchors_go_down_and_come_back_with_their_hits(core):
     assert user.hits == 1 and user.kv_bytes > 0 and user.host_bytes > 0 and user.saved_s > 0
     totals = core.status().anchors
     known = {(a.session, a.kind, a.position) for a in core.anchor_infos()}
-    assert len(known) <= totals.count <= len(known) + 2  # made again while the old one is below
+    assert totals.count == len(known)  # also those made again while they are below
     assert totals.hits == 2 and totals.saved_s > 0
     assert totals.host_bytes == core.held.host.pool.held * core.kv.page_bytes
     assert totals.kv_bytes == core.pages.idle * core.kv.page_bytes
     freed = core.drop_anchors("s")
     assert freed > 0 and not core.anchor_infos("s")
+
+
+def test_dropping_a_session_leaves_what_others_have_in_host_memory(core):
+    anchors = (Anchor(200, AnchorKind.SYSTEM),)
+    ask(core, "one", PROMPT, anchors=anchors, session="s")
+    for name in ("two", "three"):  # the second makes a fork of where they part
+        ask(core, name, [*PROMPT[:230], 3, 4, 5], anchors=anchors, session="t")
+    ask(core, "other", OTHER, session="u")
+    core.drop_anchors("t")
+    assert ask(core, "again", PROMPT, session="s").reused == len(PROMPT) - 1
+    ask(core, "other", OTHER, session="u")
+    core.drop_anchors("s")
+    assert ask(core, "last", PROMPT, session="s").reused < 240
+    check_host(core)
 
 
 def test_the_tier_keeps_what_is_worth_most():

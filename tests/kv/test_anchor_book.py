@@ -40,7 +40,7 @@ def keep(tree, pool, book, ids, anchors=(), session=""):
         pool.release((part.page,))
     passed = book.resumed(ids, known, session)
     pages.extend(pool.allocate(-(-len(ids) // PAGE) - len(pages)))
-    tree.insert(ids, pages, ends=True)
+    tree.insert(ids, pages, ends=True, session=session)
     book.note(ids, anchors, session, len(ids))
     pool.release(pages)
     return passed
@@ -110,6 +110,27 @@ def test_dropping_a_session_takes_what_has_lost_its_anchors(tree, pool, book):
     assert book.drop("b") == 0
     assert book.drop("a") == 4
     assert pool.free == pool.num_pages
+
+
+def test_whoever_parts_from_a_session_s_prompt_does_not_own_what_follows(tree, pool, book):
+    keep(tree, pool, book, range(24), at(4), "a")
+    keep(tree, pool, book, [*range(10), *[50] * 6], at(4), "b")
+    keep(tree, pool, book, [*range(10), *[60] * 6], at(4), "b")  # the fork is seen again: an anchor
+    assert (10, "fork", "b") in standing(book)
+    assert book.drop("b") == 4
+    assert tree.peek(array("i", range(25))).tokens == 24
+    assert book.drop("a") == 4  # what is before the fork has served both
+    assert tree.peek(array("i", range(25))).tokens == 8
+
+
+def test_whoever_goes_on_behind_a_session_s_prompt_owns_only_that(tree, pool, book):
+    keep(tree, pool, book, range(16), at(12), "a")
+    keep(tree, pool, book, range(28), at(12, 20), "b")
+    assert book.drop("b") == 3
+    assert tree.peek(array("i", range(25))).tokens == 16
+    keep(tree, pool, book, range(40), at(12, 20), "a")
+    keep(tree, pool, book, range(44), at(12, 20), "a")  # grows as one run
+    assert len(list(tree.runs())) == 2 and book.drop("a") == 7
 
 
 def test_a_title_of_a_session_is_told_from_its_main_prompt(tree, pool, book):

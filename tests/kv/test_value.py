@@ -87,7 +87,7 @@ class Day:
             self.tree.evict(lacking - self.pool.free)
         pages.extend(self.pool.allocate(lacking))
         odds = self.book.first_chance(session, prompt)
-        self.tree.insert(ids, pages, ends=True, chance=odds)
+        self.tree.insert(ids, pages, ends=True, chance=odds, session=session)
         self.pool.release(pages)
         anchors = [*anchors, Anchor(len(ids), AnchorKind.TURN)]
         self.book.note(ids, anchors, session, prompt)
