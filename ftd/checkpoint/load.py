@@ -161,7 +161,7 @@ class _Plan:
             one = sections[0][0]
             end = one.begin + one.nbytes
             if one.nbytes <= ASIDE_BYTES:  # scales between matrices: many, and a read of many
-                pieces.append(_aside(sections))
+                pieces.append(_aside(sections, np.empty(one.nbytes, dtype=np.uint8)))
             else:
                 jobs.append(Job(one.tensor.file, one.begin, end, partial(_convert, sections)))
         jobs += (
@@ -179,19 +179,34 @@ def _read_batch(batch: list[Piece], fill: Fill) -> None:
 
 
 def _convert(sections: list[tuple[Section, memoryview]], fill: Fill) -> None:
-    _read_batch([_aside(sections)], fill)
+    _read_batch([_aside(sections, _scratch.take(sections[0][0].nbytes))], fill)
 
 
-def _aside(sections: list[tuple[Section, memoryview]]) -> Piece:
+class _Scratch(threading.local):
+    """A buffer for each thread: memory that is new for each read would be faulted in each time."""
+
+    def __init__(self) -> None:
+        self._buffer = np.empty(0, dtype=np.uint8)
+
+    def take(self, nbytes: int) -> np.ndarray:
+        if len(self._buffer) < nbytes:
+            self._buffer = np.empty(nbytes, dtype=np.uint8)
+        return self._buffer[:nbytes]
+
+
+_scratch = _Scratch()
+
+
+def _aside(sections: list[tuple[Section, memoryview]], buffer: np.ndarray) -> Piece:
     """Sections of one range, read to a buffer, from where each puts what it makes of it."""
     one, _ = sections[0]
-    buffer = np.empty(one.nbytes, dtype=np.uint8)
 
     def put() -> None:
         for section, target in sections:
             assert section.convert is not None
             kept = section.convert(torch.from_numpy(buffer)).numpy()
-            np.frombuffer(target, dtype=np.uint8)[: len(kept)] = kept
+            there = np.frombuffer(target, dtype=np.uint8)[: kept.size].reshape(kept.shape)
+            there[...] = kept
 
     return Piece(one.tensor, one.begin, buffer.data, put)
 

@@ -29,7 +29,8 @@ from ftd.units import format_count
 
 Tensors = Mapping[str, TensorInfo]
 Shape = tuple[int, ...]
-Convert = Callable[[torch.Tensor], torch.Tensor]  # bytes as read → as kept, both uint8
+# bytes as read → as kept, both uint8; what is kept may be a view, of any strides
+Convert = Callable[[torch.Tensor], torch.Tensor]
 
 # what safetensors calls the numbers that need no scale
 STORED: dict[str, WeightFormat] = {name.upper(): FORMATS[name] for name in ("bf16", "f16", "f32")}
@@ -321,8 +322,7 @@ def _then(first: Convert, second: Convert, stored: torch.Tensor) -> torch.Tensor
 
 
 def _every(row_bytes: int, first: int, step: int, stored: torch.Tensor) -> torch.Tensor:
-    rows = stored.numpy().reshape(-1, row_bytes)[first::step]
-    return torch.from_numpy(rows.ravel())  # torch would share each of many copies among its threads
+    return stored.view(-1, row_bytes)[first::step]
 
 
 def _transpose(
