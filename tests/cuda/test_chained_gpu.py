@@ -1,0 +1,42 @@
+"""Kernels that start while the one ahead still runs compute what they compute one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cuda_core import cuda_core
+from driving import answer_all, comparable
+from test_contract import ORACLES, requests
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+NAMES = ["qwen3_moe", "qwen3_moe-fp8", "gpt_oss-mxfp4", "qwen3_5_moe"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_no_bit_of_an_answer_changes(name, dtype, monkeypatch):
+    """Tokens and log-probabilities of captured steps with 1 to 8 rows, all experts resident."""
+    from ftd.kernels.triton import launch
+    from ftd.kernels.triton.ops import CudaOps
+
+    if not launch.can_chain(torch.device("cuda:0")):
+        pytest.skip("needs a GPU whose launches can be chained")
+
+    def answers(chained: bool, turns: int) -> list[dict[str, tuple]]:
+        monkeypatch.setattr(launch, "can_chain", lambda device: chained)
+        with cuda_core(
+            ORACLES / name, slots=None, dtype=dtype, ops=CudaOps(), device="cuda:0", max_running=8
+        ) as core:
+            found = []
+            for _ in range(turns):
+                core.tree.clear()
+                found.append(comparable(answer_all(core, requests())))
+            return found
+
+    (expected,) = answers(chained=False, turns=1)
+    for found in answers(chained=True, turns=3):
+        assert found == expected
