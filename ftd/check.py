@@ -25,10 +25,12 @@ from ftd.checkpoint.source import ModelSource, NotDownloaded, resolve
 from ftd.checkpoint.stored import StoredMatrix
 from ftd.config import Config, HttpAddress, flag, shown
 from ftd.cuda.device import choose_gpu
-from ftd.engine.loading import Prepared, prepare
+from ftd.cuda.looking import look_by_driver
+from ftd.engine.preparing import Prepared, prepare
 from ftd.errors import FtdError
 from ftd.http.listening import not_listening
-from ftd.kernels.cpu import native
+from ftd.kernels.cpu import library
+from ftd.kernels.cpu.topology import default_threads, usable_cores
 from ftd.kv.disk import try_directory
 from ftd.memory.machine import Machine, read_machine
 from ftd.memory.plan import MemoryPlan
@@ -95,7 +97,7 @@ def examine(config: Config, machine: Machine) -> Report:
     source, prepared = None, None
     try:
         source = resolve(config.model, download=False)
-        prepared = prepare(source.path, config, machine)
+        prepared = prepare(source.path, config, machine, look=look_by_driver)
         findings += [*device_findings(config, prepared.plan)]
         findings += plan_findings(prepared.spec, prepared.plan)
         if config.anchor_dir is not None:
@@ -245,20 +247,20 @@ def key_file_findings(path: Path | None) -> Iterator[Finding]:
 
 
 def kernel_findings(config: Config) -> Iterator[Finding]:
-    if reason := native.unavailable_reason():
+    if reason := library.unavailable_reason():
         yield Finding(
             Severity.WARNING,
             f"no compiled CPU kernels ({reason}): torch computes, at a third of the speed or less",
         )
         return
     try:
-        isa = native.Library().choose_isa(config.cpu_isa)
+        isa = library.Library().choose_isa(config.cpu_isa)
     except FtdError as e:
         yield Finding.of(e)
         return
     threads = config.cpu_threads
     if threads == "auto":
-        threads = native.default_threads(native.usable_cores())
+        threads = default_threads(usable_cores())
     yield Finding(Severity.NOTE, f"CPU kernels for {isa}, {threads} threads")
 
 
@@ -269,7 +271,8 @@ def device_findings(config: Config, plan: MemoryPlan) -> Iterator[Finding]:
         text = f"computes on GPU {gpu.index}, {gpu.name}, compute capability {capability}"
         yield Finding(Severity.NOTE, text)
     elif config.device == "auto":
-        yield Finding(Severity.NOTE, f"computes on the CPU: {choose_gpu(config.device).reason}")
+        reason = choose_gpu(config.device, look_by_driver).reason
+        yield Finding(Severity.NOTE, f"computes on the CPU: {reason}")
 
 
 def limit_findings(machine: Machine, descriptors: int) -> Iterator[Finding]:

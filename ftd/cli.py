@@ -15,6 +15,7 @@ import click
 from ftd import __version__
 from ftd.config import Config, flag, load_config, setting_default, settings
 from ftd.errors import ConfigError, FtdError, GpuLost
+from ftd.lazy import put_off
 
 
 def _option(f: dataclasses.Field[Any]) -> click.Option:
@@ -54,6 +55,7 @@ def _run(check: bool, profile: bool, **flags: Any) -> None:
 
 
 def _check(config: Config) -> int:
+    put_off("torch")  # a check gets by without; importing it would take longer than all the rest
     from ftd.check import print_check
 
     return print_check(config)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from .delta import (
     UNIT_EPS,
@@ -106,7 +105,9 @@ class ComposedOps:
         at: States,
     ) -> torch.Tensor:
         beta = b.double().sigmoid().float()  # [T, NV]
-        decay = (weights.rate * F.softplus(a.double() + weights.bias)).exp().float()
+        decay = (
+            (weights.rate * torch.nn.functional.softplus(a.double() + weights.bias)).exp().float()
+        )
         mixed = torch.zeros(len(qkv), weights.num_value_heads, weights.value_dim)
         spans, end = _spans(at), len(qkv)
         for span in spans:
@@ -115,7 +116,7 @@ class ComposedOps:
             end = span.end
         if not isinstance(at, StateRows):
             mixed[end:] = mixed[end - 1]
-        gate = F.silu(z.double()).float().reshape(mixed.shape)
+        gate = torch.nn.functional.silu(z.double()).float().reshape(mixed.shape)
         y = self.rms_norm(mixed, weights.norm, weights.norm_eps, torch.float32) * gate
         return y.to(qkv.dtype).view(len(qkv), -1)
 

@@ -8,10 +8,11 @@ from .formats import FORMATS, MatrixLayout, PackedMatrix
 
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1 codes 0..7; bit 3 is the sign
 INT4_OFFSET = 8
-_NIBBLES = {
-    FORMATS["mxfp4"]: torch.tensor([*FP4_VALUES, *(-v for v in FP4_VALUES)]),
-    FORMATS["nvfp4"]: torch.tensor([*FP4_VALUES, *(-v for v in FP4_VALUES)]),
-    FORMATS["int4"]: torch.arange(16.0) - INT4_OFFSET,
+_SIGNED_FP4 = (*FP4_VALUES, *(-v for v in FP4_VALUES))
+_NIBBLES = {  # what each code of four bits means, without a scale
+    FORMATS["mxfp4"]: _SIGNED_FP4,
+    FORMATS["nvfp4"]: _SIGNED_FP4,
+    FORMATS["int4"]: tuple(float(code - INT4_OFFSET) for code in range(16)),
 }
 
 
@@ -35,7 +36,9 @@ def decode_rows(
         return numbers
     if fmt.bits == 4:
         codes = torch.stack((numbers & 15, numbers >> 4), -1).flatten(1)
-        values = _NIBBLES[fmt].to(codes.device)[codes.long()]  # [end - first, columns]
+        values = torch.tensor(_NIBBLES[fmt], device=codes.device)[
+            codes.long()
+        ]  # [end - first, columns]
     else:
         values = numbers.float()
     values *= _scales(matrix, record, first, end)

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-import torch.nn.functional as F
 
 UNIT_EPS = 1e-6  # under the root of q's and k's length, whatever the model's norms have
 
@@ -111,7 +110,7 @@ def causal_conv(
     y = x[:rows].float() * weight[0]
     for back, row_weight in enumerate(weight[1:], start=1):
         y += x[back : back + rows].float() * row_weight  # rounded twice: never a fused product
-    return F.silu(y.double()).to(x.dtype)  # float64: see kernels.reference
+    return torch.nn.functional.silu(y.double()).to(x.dtype)  # float64: see kernels.reference
 
 
 def state_views(

@@ -14,11 +14,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Union
 
 import torch
 
 RECORD_ALIGN_BYTES = 4096  # a page: direct reads, page-wise registration, no two experts share one
 SECTION_ALIGN_BYTES = 64  # a cache line
+# Of a number; by names, since plans are made of headers alone, and importing torch takes a second.
+_ITEM_BYTES = {"uint8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float32": 4}
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """A type by torch's name for it."""
+    found: torch.dtype = getattr(torch, name)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +36,24 @@ class WeightFormat:
 
     name: str
     code: int  # what the C++ kernels call it: keep in step with kernels/cpu/ftd_cpu.h
-    dtype: torch.dtype  # of the stored numbers; uint8: two of four bits, the even column's low
+    numbers: str  # torch's name of their type; uint8: two of four bits, the even column's low
     bits: int  # of a weight, without scales
-    scale_dtype: torch.dtype | None = None  # in memory
+    scales: str | None = None  # their type in memory
     scale_rows: int = 1  # rows that share a scale: tile i has rows i·n .. i·n + n - 1
     scale_columns: int = 0  # columns that share a scale; 0: the whole row
     factor: bool = False  # the matrix has one float32 that multiplies all its scales
 
     @property
+    def dtype(self) -> torch.dtype:
+        return dtype_of(self.numbers)
+
+    @property
+    def scale_dtype(self) -> torch.dtype | None:
+        return dtype_of(self.scales) if self.scales else None
+
+    @property
     def scaled(self) -> bool:
-        return self.scale_dtype is not None
+        return self.scales is not None
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
         """Of the scales of a matrix; tiles at the border may be partial."""
@@ -52,18 +69,18 @@ class WeightFormat:
 FORMATS: dict[str, WeightFormat] = {
     row.name: row
     for row in (
-        WeightFormat("bf16", 0, torch.bfloat16, 16),
-        WeightFormat("f16", 1, torch.float16, 16),
-        WeightFormat("f32", 2, torch.float32, 32),
+        WeightFormat("bf16", 0, "bfloat16", 16),
+        WeightFormat("f16", 1, "float16", 16),
+        WeightFormat("f32", 2, "float32", 32),
         # e4m3 times a scale of its tile, or of its row
-        WeightFormat("fp8", 3, torch.float8_e4m3fn, 8, torch.float32, 128, 128),
-        WeightFormat("fp8-row", 4, torch.float8_e4m3fn, 8, torch.float32),
+        WeightFormat("fp8", 3, "float8_e4m3fn", 8, "float32", 128, 128),
+        WeightFormat("fp8-row", 4, "float8_e4m3fn", 8, "float32"),
         # e2m1 times a power of two (e8m0)
-        WeightFormat("mxfp4", 5, torch.uint8, 4, torch.uint8, 1, 32),
+        WeightFormat("mxfp4", 5, "uint8", 4, "uint8", 1, 32),
         # e2m1 times an e4m3 times the matrix' factor
-        WeightFormat("nvfp4", 6, torch.uint8, 4, torch.float8_e4m3fn, 1, 16, factor=True),
+        WeightFormat("nvfp4", 6, "uint8", 4, "float8_e4m3fn", 1, 16, factor=True),
         # 0..15, of which 8 is taken, times a bfloat16
-        WeightFormat("int4", 7, torch.uint8, 4, torch.bfloat16, 1, 32),
+        WeightFormat("int4", 7, "uint8", 4, "bfloat16", 1, 32),
     )
 }
 
@@ -90,8 +107,8 @@ class MatrixLayout:
 
     @property
     def scale_bytes(self) -> int:
-        dtype = self.format.scale_dtype
-        return prod(self.scale_shape) * dtype.itemsize if dtype else 0
+        scales = self.format.scales
+        return prod(self.scale_shape) * _ITEM_BYTES[scales] if scales else 0
 
     @property
     def payload_bytes(self) -> int:
@@ -224,7 +241,7 @@ class PackedMatrix:
         return PackedMatrix(self.layout, self.data.to(device))
 
 
-Matrix = torch.Tensor | PackedMatrix
+Matrix = Union["torch.Tensor", PackedMatrix]  # torch need not be there yet
 
 
 def stacked(parts: Sequence[PackedMatrix]) -> PackedMatrix | None:

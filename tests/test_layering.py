@@ -50,7 +50,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "systemd": set(),
     "pulse": {"lifecycle", "systemd"},
     "daemon": {"lifecycle", "http", "control", "pulse", "systemd", "engine.api", "kernels"},
-    "cli": {"daemon", "check", "profile"},
+    "cli": {"daemon", "check", "profile", "lazy"},
+    "lazy": set(),
     "__main__": {"cli"},
 }
 

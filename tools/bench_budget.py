@@ -25,7 +25,8 @@ import torch
 from ftd.config import load_config
 from ftd.engine.api import EngineRequest, Sampling
 from ftd.engine.core import EngineCore
-from ftd.engine.loading import Prepared, load_core, prepare
+from ftd.engine.loading import load_core
+from ftd.engine.preparing import Prepared, prepare
 from ftd.engine.resize import Resizing, resize
 from ftd.errors import BudgetExceeded
 from ftd.units import GiB, format_bytes, format_count

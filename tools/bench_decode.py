@@ -21,7 +21,8 @@ import torch
 
 from ftd.config import load_config
 from ftd.engine.api import EngineRequest, Sampling
-from ftd.engine.loading import load_core, prepare
+from ftd.engine.loading import load_core
+from ftd.engine.preparing import prepare
 from ftd.kernels.cpu.native import NativeOps
 from ftd.model.decoder import Decoder
 from ftd.model.spec import ModelSpec, MoeSpec

@@ -32,14 +32,14 @@ class HollowModels:
 
     def __getattr__(self, name: str) -> Any:
         from ftd.checkpoint import load
-        from ftd.engine import loading
+        from ftd.engine import loading, preparing
         from ftd.lifecycle import checkpoints
 
         if not isinstance(loading.load_weights, partial):
             loading.load_weights = partial(load.load_weights, read=HollowReader())
             if given := os.environ.get(MEMORY):
                 grown = _grown(checkpoints.read_machine, parse_size(given))
-                checkpoints.read_machine = loading.read_machine = grown
+                checkpoints.read_machine = preparing.read_machine = grown
         return getattr(checkpoints.Checkpoints(), name)
 
 

@@ -23,22 +23,22 @@ import torch
 
 from ftd.checkpoint.tensorfile import DOWNLOAD_AGAIN, TensorInfo
 from ftd.errors import CheckpointError, UnsupportedModel
-from ftd.kernels.formats import FORMATS, WeightFormat
+from ftd.kernels.formats import FORMATS, WeightFormat, dtype_of
 from ftd.model.architecture import Part
 from ftd.units import format_count
 
 Tensors = Mapping[str, TensorInfo]
 Shape = tuple[int, ...]
 # bytes as read → as kept, both uint8; what is kept may be a view, of any strides
-Convert = Callable[[torch.Tensor], torch.Tensor]
+Convert = Callable[["torch.Tensor"], "torch.Tensor"]
 
 # what safetensors calls the numbers that need no scale
 STORED: dict[str, WeightFormat] = {name.upper(): FORMATS[name] for name in ("bf16", "f16", "f32")}
 WIDENED = {  # what few numbers may be stored as: they are kept as float32, exactly
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F8_E8M0": torch.float8_e8m0fnu,
+    "F32": "float32",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F8_E8M0": "float8_e8m0fnu",
 }
 # beside a quantised matrix, and not needed: activations are not quantised here
 UNUSED = ("input_scale", "input_global_scale", "weight_shape")
@@ -197,7 +197,7 @@ class _Finder:
             return StoredMatrix(fmt, _select(weight, part))
         one = weight.nbytes // weight.shape[0] if part.index is not None else weight.nbytes
         begin = weight.begin + (part.index or 0) * one
-        turn = partial(_transpose, fmt.dtype, self.whole, part.rows or (0, self.whole), part.step)
+        turn = partial(_transpose, fmt.numbers, self.whole, part.rows or (0, self.whole), part.step)
         return StoredMatrix(fmt, Section(weight, begin, one, turn))
 
     def stacked(self, blocks: TensorInfo) -> StoredMatrix:
@@ -326,18 +326,18 @@ def _every(row_bytes: int, first: int, step: int, stored: torch.Tensor) -> torch
 
 
 def _transpose(
-    dtype: torch.dtype, whole: int, rows: tuple[int, int], step: int, stored: torch.Tensor
+    dtype: str, whole: int, rows: tuple[int, int], step: int, stored: torch.Tensor
 ) -> torch.Tensor:
-    turned = stored.view(dtype).view(-1, whole).T[rows[0] : rows[1] : step]
+    turned = stored.view(dtype_of(dtype)).view(-1, whole).T[rows[0] : rows[1] : step]
     return turned.contiguous().flatten().view(torch.uint8)
 
 
-def _widen(dtype: torch.dtype, stored: torch.Tensor) -> torch.Tensor:
-    return stored.view(dtype).float().view(torch.uint8)
+def _widen(dtype: str, stored: torch.Tensor) -> torch.Tensor:
+    return stored.view(dtype_of(dtype)).float().view(torch.uint8)
 
 
-def _repeat(dtype: torch.dtype, rows: int, stored: torch.Tensor) -> torch.Tensor:
-    return stored.view(dtype).float().repeat(rows).view(torch.uint8)
+def _repeat(dtype: str, rows: int, stored: torch.Tensor) -> torch.Tensor:
+    return stored.view(dtype_of(dtype)).float().repeat(rows).view(torch.uint8)
 
 
 def _spread(groups: int, times: int, stored: torch.Tensor) -> torch.Tensor:
@@ -346,5 +346,5 @@ def _spread(groups: int, times: int, stored: torch.Tensor) -> torch.Tensor:
     return wide.flatten().view(torch.uint8)
 
 
-def _reciprocal(dtype: torch.dtype, stored: torch.Tensor) -> torch.Tensor:
-    return (1.0 / stored.view(dtype).float()).view(torch.uint8)
+def _reciprocal(dtype: str, stored: torch.Tensor) -> torch.Tensor:
+    return (1.0 / stored.view(dtype_of(dtype)).float()).view(torch.uint8)

@@ -24,7 +24,7 @@ from ftd.model.spec import ModelSpec, MoeSpec
 from ftd.units import MiB
 
 if TYPE_CHECKING:
-    from ftd.engine.loading import Prepared
+    from ftd.engine.preparing import Prepared
 
 log = structlog.get_logger(__name__)
 

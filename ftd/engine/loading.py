@@ -1,7 +1,7 @@
-"""From files to a running engine: look at headers, plan, read weights, start the thread.
+"""From a plan to a running engine: read weights, start the thread.
 
-Blocking; meant for a thread of its own. ``prepare`` reads headers only and refuses whatever can be
-refused; after it only reading can fail.
+Blocking; meant for a thread of its own. Whatever can be refused has been, by ``preparing``: only
+reading can fail.
 """
 
 from __future__ import annotations
@@ -9,38 +9,30 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 import torch
 
-from ftd.checkpoint.headers import (
-    Checkpoint,
-    check,
-    dense_matrices,
-    read_checkpoint,
-    read_config,
-)
 from ftd.checkpoint.identity import checkpoint_digest
 from ftd.checkpoint.load import load_weights
-from ftd.checkpoint.stored import StoredMatrix
 from ftd.config import Config
 from ftd.cuda.cpu_experts import CpuExperts
-from ftd.cuda.device import choose_gpu
 from ftd.cuda.experts import CudaExperts
 from ftd.cuda.graphs import BATCHES
 from ftd.cuda.host_pages import PinnedPages
 from ftd.cuda.kv import CudaKvCache
-from ftd.cuda.memory import DeviceMemory, held_bytes
+from ftd.cuda.memory import DeviceMemory
 from ftd.cuda.pinned import register
 from ftd.cuda.states import CudaStates, CudaWindowStates
 from ftd.engine.api import EngineLimits
 from ftd.engine.benches import on_cpu, on_gpu, tune_cpu
 from ftd.engine.core import EngineCore, StepExperts
 from ftd.engine.cuda_runner import CudaRunner
+from ftd.engine.preparing import Prepared
 from ftd.engine.profiling import Profiling
 from ftd.engine.runner import CpuRunner, Runner
 from ftd.engine.thread import EngineThread
@@ -48,7 +40,8 @@ from ftd.errors import CheckpointError, NotReady
 from ftd.experts.host_pool import HostPool
 from ftd.experts.runtime import ExpertRuntime
 from ftd.kernels.cpu import native
-from ftd.kernels.formats import ExpertLayout, Matrix
+from ftd.kernels.cpu.library import unavailable_reason
+from ftd.kernels.formats import Matrix
 from ftd.kernels.ops import Ops
 from ftd.kernels.reference import TorchOps
 from ftd.kv.cache import KvCache
@@ -57,10 +50,8 @@ from ftd.kv.host import HostTier
 from ftd.kv.state_cache import StateCache
 from ftd.kv.window_cache import WindowPages, WindowStates
 from ftd.memory import vram
-from ftd.memory.machine import Gpu, Machine, own_bytes, read_machine
-from ftd.memory.plan import MemoryPlan, act_dtype, plan_memory
-from ftd.model.architecture import Architecture, Model
-from ftd.model.registry import architecture_for
+from ftd.memory.plan import MemoryPlan, act_dtype
+from ftd.model.architecture import Model
 from ftd.model.spec import ModelSpec, MoeSpec
 from ftd.schedule.policy import Limits
 
@@ -72,83 +63,12 @@ _loads = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """A checkpoint whose headers are good, and the plan for it."""
-
-    checkpoint: Checkpoint
-    architecture: Architecture
-    spec: ModelSpec
-    layout: ExpertLayout
-    dense: Mapping[str, StoredMatrix]
-    machine: Machine
-    plan: MemoryPlan
-
-
-@dataclass(frozen=True, slots=True)
 class LoadedEngine:
     handle: EngineThread
     spec: ModelSpec
     plan: MemoryPlan
     kernels: str  # what computes: an instruction set, or "torch"
     most_pages: int  # the KV cache can grow to
-
-
-def prepare(
-    path: Path, config: Config, machine: Machine | None = None, *, replacing: bool = False
-) -> Prepared:
-    """Read headers and plan the memory.
-
-    Args:
-        machine: as it will be; None: as it is now.
-        replacing: what this process holds of the GPU will have been given back.
-
-    Raises:
-        CheckpointError, UnsupportedModel: the files cannot be served.
-        BudgetExceeded, ConfigError: the settings do not fit model or machine.
-    """
-    architecture = architecture_for(read_config(path))  # first: no other family's files matter
-    checkpoint = read_checkpoint(path)
-    spec = architecture.spec(checkpoint.config, checkpoint.generation_config)
-    layout = check(checkpoint, architecture, spec)
-    dense = dense_matrices(checkpoint, architecture, spec)
-    machine = machine or read_machine()
-    verdict = choose_gpu(config.device)
-    if verdict.gpu is None and config.device == "auto":
-        log.info("device.cpu", reason=verdict.reason)
-    gpu = verdict.gpu
-    if gpu and replacing:
-        gpu = _with_what_is_ours(gpu, gpu.free_bytes)
-    dense_bytes = sum(matrix.num_bytes for matrix in dense.values())
-    plan = plan_memory(spec, layout, dense_bytes, config, machine, gpu)
-    return Prepared(checkpoint, architecture, spec, layout, dense, machine, plan)
-
-
-def replanner(prepared: Prepared) -> Callable[[Config], MemoryPlan]:
-    """``plan_memory`` of a loaded model as of now: what it holds counts as available."""
-    plan = prepared.plan
-    gpu = plan.vram.gpu if plan.vram else None
-    machine = read_machine()
-    machine = replace(machine, available_bytes=machine.available_bytes + own_bytes())
-    if gpu:
-        gpu = _with_what_is_ours(gpu, torch.cuda.mem_get_info(gpu.index)[0])
-    spec, layout = prepared.spec, prepared.layout
-
-    def planner(config: Config) -> MemoryPlan:
-        config = replace(config, host_kv=0)  # as it is: it does not change while serving
-        found = plan_memory(spec, layout, plan.dense_bytes, config, machine, gpu, plan.num_states)
-        return replace(found, host_kv_bytes=plan.host_kv_bytes)
-
-    return planner
-
-
-def _with_what_is_ours(gpu: Gpu, free_bytes: int) -> Gpu:
-    """What a budget may claim: besides what is free, all that it counts and this process has.
-
-    Context, kernels and graphs stay whichever model is loaded, and no call tells their size: they
-    count as much as in the plan.
-    """
-    ours = held_bytes(torch.device("cuda", gpu.index)) + vram.OVERHEAD_BYTES
-    return replace(gpu, free_bytes=min(gpu.total_bytes, free_bytes + ours))
 
 
 def load_engine(
@@ -451,7 +371,7 @@ def _cpu_experts(
     if ops is None:
         log.warning(
             "kernels.missing",
-            reason=native.unavailable_reason(),
+            reason=unavailable_reason(),
             cost="every missed expert goes over the link: about a quarter slower decoding",
         )
         return None
@@ -504,7 +424,7 @@ def _ops(config: Config, pool: HostPool, undo: ExitStack) -> Ops:
         torch.set_num_threads(threads or native.default_threads(native.usable_cores()))
         log.warning(
             "kernels.missing",
-            reason=native.unavailable_reason(),
+            reason=unavailable_reason(),
             cost="torch computes the experts: a third of the speed or less",
         )
         return TorchOps()

@@ -11,7 +11,8 @@ from ftd.check import plan_findings, text_findings
 from ftd.checkpoint.headers import read_config
 from ftd.checkpoint.source import ModelSource, resolve
 from ftd.config import Config
-from ftd.engine.loading import Prepared, load_engine, prepare
+from ftd.engine.loading import load_engine
+from ftd.engine.preparing import Prepared, prepare
 from ftd.errors import BudgetExceeded
 from ftd.lifecycle.elastic import ElasticMemory
 from ftd.lifecycle.served import Loaded, Preflight

@@ -16,8 +16,9 @@ import torch
 
 from ftd.config import Config
 from ftd.engine.core import EngineCore
-from ftd.engine.loading import LoadedEngine, Prepared, replanner
+from ftd.engine.loading import LoadedEngine
 from ftd.engine.observe import Observed, observe
+from ftd.engine.preparing import Prepared, replanner
 from ftd.engine.resize import Resizing, resize
 from ftd.errors import BudgetExceeded, ConfigError
 from ftd.lifecycle.beside import on_thread

@@ -132,7 +132,7 @@ class MemoryPlan:
         if self.windowing is None:
             return []
         layers, tokens = len(self.windowing.layers), self.windowing.tokens + 1
-        note = f"{layers} layers see {format_count(tokens)} tokens: no more of them is kept"
+        note = f"layers with a window of {format_count(tokens)} tokens: {layers}"
         return [("window KV", self.window_bytes, note)]
 
     def _host_kv_rows(self) -> list[tuple[str, int, str]]:

@@ -33,11 +33,14 @@ class Decoder:
     norm: RmsNorm
     head: Linear  # float32 out
 
-    @torch.no_grad()
     def forward(
         self, step: StepInput, kv: KvCache, experts: Experts, observer: Observer | None = None
     ) -> torch.Tensor:
-        run = Pass(step, kv, experts, observer)
+        with torch.no_grad():
+            return self._logits(step, Pass(step, kv, experts, observer))
+
+    def _logits(self, step: StepInput, run: Pass) -> torch.Tensor:
+        observer = run.observer
         x = self.embedding(step.ids)  # [T, H] float32
         normed = self.layers[0].mixer_norm(x)
         next_norms = [*(layer.mixer_norm for layer in self.layers[1:]), self.norm]

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 
 from ftd.kernels.formats import Matrix
 from ftd.kernels.ops import Ops
@@ -47,7 +46,7 @@ class Pass:
         return step.window_place, step.window_table
 
 
-Block = Callable[[torch.Tensor, Pass], torch.Tensor]  # [T, H] act → [T, H] float32
+Block = Callable[["torch.Tensor", Pass], "torch.Tensor"]  # [T, H] act → [T, H] float32
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +93,7 @@ class Embedding:
     scale: float = 1.0
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        x = F.embedding(ids, self.weight).float()  # [T, H]
+        x = torch.nn.functional.embedding(ids, self.weight).float()  # [T, H]
         return x if self.scale == 1.0 else x * self.scale
 
 

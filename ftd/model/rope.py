@@ -13,7 +13,7 @@ import torch
 from ftd.kernels.ops import Ops
 
 from .published import Published
-from .spec import RopeSpec
+from .spec import RopeSpec, RopeStretch
 
 DEFAULT_THETA = 10_000.0  # of transformers, where a config says nothing
 MAX_FACTOR = 10_000.0  # of context extension: far beyond any published
@@ -35,32 +35,38 @@ def read_rope(config: Published, rotary_dim: int) -> tuple[RopeSpec, int]:
     factor = scaling.number("factor", most=MAX_FACTOR)
     trained = config.integer("max_position_embeddings")
     trained = scaling.integer("original_max_position_embeddings", trained)
-    if kind == "linear":
-        inv_freq, scale = frequencies(theta, rotary_dim) / factor, 1.0
-    else:
-        inv_freq = _yarn(scaling, theta, rotary_dim, factor, trained)
+    ramp, scale = None, 1.0
+    if kind == "yarn":
+        ramp = _yarn_ramp(scaling, theta, rotary_dim, trained)
         scale = _yarn_scale(scaling, factor)
-    spec = RopeSpec(theta, rotary_dim, inv_freq=tuple(inv_freq.tolist()), scale=scale)
+    spec = RopeSpec(theta, rotary_dim, stretch=RopeStretch(factor, ramp), scale=scale)
     return spec, int(factor * trained)
 
 
-def frequencies(theta: float, rotary_dim: int) -> torch.Tensor:
-    """Radians per token of each rotating pair: [R / 2] float32."""
-    return 1.0 / _lengths(theta, rotary_dim)
+def frequencies(spec: RopeSpec) -> torch.Tensor:
+    """Radians per token of each rotating pair: [R / 2] float32.
+
+    Source: _compute_yarn_parameters and its like in transformers.
+    """
+    pairs = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32)
+    length = spec.theta ** (pairs / spec.rotary_dim)  # tokens for a turn by one radian
+    stretch = spec.stretch
+    if stretch is None:
+        return 1.0 / length
+    if stretch.ramp is None:
+        return 1.0 / length / stretch.factor
+    low, high = stretch.ramp
+    pairs = torch.arange(spec.rotary_dim // 2, dtype=torch.float32)
+    kept = 1 - ((pairs - low) / (high - low)).clamp(0, 1)  # 1: fast, 0: slow
+    return 1.0 / (stretch.factor * length) * (1 - kept) + 1.0 / length * kept
 
 
-def _lengths(theta: float, rotary_dim: int) -> torch.Tensor:
-    """Tokens in which each pair turns by one radian."""
-    return theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
-
-
-def _yarn(
-    scaling: Published, theta: float, rotary_dim: int, factor: float, trained: int
-) -> torch.Tensor:
-    """Fast pairs keep their frequency, slow ones are slowed by ``factor``, a ramp lies between.
+def _yarn_ramp(
+    scaling: Published, theta: float, rotary_dim: int, trained: int
+) -> tuple[float, float]:
+    """The last fast pair and the first slow one.
 
     "Fast" is ``beta_fast`` turns within the trained length, "slow" ``beta_slow`` turns.
-    Source: _compute_yarn_parameters in transformers.
     """
 
     def pair_that_turns(times: float) -> float:
@@ -73,10 +79,7 @@ def _yarn(
     low, high = max(low, 0), min(high, rotary_dim - 1)
     if low == high:
         high += 0.001  # a step, without dividing by zero
-    pairs = torch.arange(rotary_dim // 2, dtype=torch.float32)
-    kept = 1 - ((pairs - low) / (high - low)).clamp(0, 1)  # 1: fast, 0: slow
-    length = _lengths(theta, rotary_dim)
-    return 1.0 / (factor * length) * (1 - kept) + 1.0 / length * kept
+    return low, high
 
 
 def _yarn_scale(scaling: Published, factor: float) -> float:
@@ -96,12 +99,8 @@ class Rotary:
     """Turns positions into cos and sin; one object serves all layers of the same rope."""
 
     def __init__(self, spec: RopeSpec, device: torch.device | str = "cpu") -> None:
-        if spec.inv_freq is None:
-            inv_freq = frequencies(spec.theta, spec.rotary_dim)
-        else:
-            inv_freq = torch.tensor(spec.inv_freq, dtype=torch.float32)
         self.spec = spec
-        self._inv_freq = inv_freq.to(device)  # [R / 2]
+        self._inv_freq = frequencies(spec).to(device)  # [R / 2]
 
     def at(self, position: torch.Tensor, ops: Ops) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin for each row: [T, R / 2] float32."""

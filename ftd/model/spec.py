@@ -14,11 +14,21 @@ from ftd.kernels.activation import SILU, Activation
 
 
 @dataclass(frozen=True, slots=True)
+class RopeStretch:
+    """How a model was made to reach further than it was trained for: its pairs turn more slowly."""
+
+    factor: float
+    # Pairs up to the first number keep their speed, those from the second on are slowed by the
+    # factor, a ramp lies between (yarn). None: all are slowed.
+    ramp: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RopeSpec:
     theta: float
     rotary_dim: int  # channels that rotate, from the first; the rest pass through
     interleaved: bool = False  # pairs (2i, 2i + 1) instead of (i, i + rotary_dim / 2)
-    inv_freq: tuple[float, ...] | None = None  # overrides theta (yarn, proportional, ...)
+    stretch: RopeStretch | None = None
     scale: float = 1.0  # factor on cos and sin (yarn)
 
 

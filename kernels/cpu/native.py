@@ -6,15 +6,13 @@ optional: ``load`` returns None without it, and ``unavailable_reason`` says why.
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
 import time
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import Structure, byref, c_int32
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -22,114 +20,25 @@ from ftd.errors import ConfigError
 
 from ..activation import SILU, Activation
 from ..composed import ComposedOps
-from ..formats import FORMATS, ExpertLayout, Matrix, MatrixLayout, PackedMatrix
+from ..formats import FORMATS, ExpertLayout, Matrix, PackedMatrix
+from .library import (
+    ActivationRecord,
+    LayoutRecord,
+    Library,
+    MatrixRecord,
+    PoolPlan,
+    unavailable_reason,
+)
 from .topology import Node, default_threads, discover_nodes, place_threads, usable_cores
 
-ABI = 5
 PARK_AFTER_US = 200  # waking a sleeping worker costs 50 µs: more than a layer's work
 PREFETCH_CHOICES_BYTES = (0, 2048, 8192, 16384)
 CALIBRATION_TOKENS = (1, 3)  # three: with more, AMX takes over and finds its own way
 
 _CODE = {row.dtype: row.code for row in FORMATS.values() if not row.scaled}
-
+_PLAIN = {dtype: MatrixRecord(code, 0, 0, 0, -1) for dtype, code in _CODE.items()}
 
 T = TypeVar("T")
-
-
-class _PoolPlan(Structure):
-    _fields_ = (
-        ("threads", c_int32),
-        ("nodes", c_int32),
-        ("node", POINTER(c_int32)),
-        ("cpu_end", POINTER(c_int32)),
-        ("cpus", POINTER(c_int32)),
-        ("park_after_us", c_int32),
-    )
-
-
-class _Matrix(Structure):
-    _fields_ = (
-        ("format", c_int32),
-        ("numbers", c_int64),
-        ("scales", c_int64),
-        ("factor", c_int64),
-        ("bias", c_int64),
-    )
-
-    @staticmethod
-    def of(layout: MatrixLayout) -> _Matrix:
-        bias = -1 if layout.bias_offset is None else layout.bias_offset
-        return _Matrix(
-            layout.format.code, layout.offset, layout.scale_offset, layout.factor_offset, bias
-        )
-
-
-_PLAIN = {dtype: _Matrix(code, 0, 0, 0, -1) for dtype, code in _CODE.items()}
-
-
-class _Layout(Structure):
-    _fields_ = (
-        ("hidden", c_int32),
-        ("inner", c_int32),
-        ("gate", _Matrix),
-        ("up", _Matrix),
-        ("down", _Matrix),
-    )
-
-    @staticmethod
-    def of(layout: ExpertLayout) -> _Layout:
-        matrices = (_Matrix.of(matrix) for matrix in layout.matrices.values())
-        return _Layout(layout.hidden, layout.inner, *matrices)
-
-
-class _Activation(Structure):
-    _fields_ = (("limit", c_float), ("alpha", c_float), ("shift", c_float))
-
-    @staticmethod
-    def of(activation: Activation) -> _Activation:
-        return _Activation(activation.limit, activation.alpha, activation.shift)
-
-
-_P, _I, _N, _F = c_void_p, c_int32, c_int64, c_float
-_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "ftd_abi": (_I, ()),
-    "ftd_isa_name": (c_char_p, (_I,)),
-    "ftd_isa_supported": (_I, (_I,)),
-    "ftd_pool_create": (_P, (POINTER(_PoolPlan),)),
-    "ftd_pool_destroy": (None, (_P,)),
-    "ftd_pool_wake": (None, (_P,)),
-    "ftd_pool_finished": (_N, (_P,)),
-    "ftd_pool_parked": (_I, (_P,)),
-    "ftd_pool_place": (None, (_P, _N, _N, _I)),
-    "ftd_ops_create": (_P, (_P, _I)),
-    "ftd_ops_destroy": (None, (_P,)),
-    "ftd_ops_prefetch": (None, (_P, _I, _I, _I)),
-    "ftd_linear": (_I, (_P, _P, _I, _P, POINTER(_Matrix), _P, _I, _P, _I, _N, _N, _N)),
-    "ftd_moe": (
-        _I,
-        (_P, _P, _I, _P, _P, _P, POINTER(_Layout), POINTER(_Activation), _P, _N, _N, _N),
-    ),
-    "ftd_service_start": (_P, (_P, _P)),
-    "ftd_service_stop": (None, (_P,)),
-    "ftd_service_expect": (None, (_P,)),
-    "ftd_service_done": (None, (_P,)),
-    "ftd_service_fault": (_I, (_P,)),
-    "ftd_service_stick": (None, (_P,)),
-    "ftd_attention": (
-        _I,
-        (_P, _P, _P, _P, _I, _P, _N, _P, _P, _P, _N, _N, _N, _N, _N, _F, _N, _P),
-    ),
-    "ftd_write_kv": (_I, (_P, _P, _P, _P, _P, _P, _N, _N, _N)),
-    "ftd_rms_norm": (_I, (_P, _P, _I, _P, _I, _P, _I, _N, _N, _F)),
-    "ftd_rope": (_I, (_P, _P, _I, _P, _P, _N, _N, _N, _N, _I)),
-    "ftd_silu_mul": (_I, (_P, _P, _P, _P, _I, _N)),
-    "ftd_delta_scan": (_I, (*(_P,) * 9, _N, _N, _N, _N)),
-    "ftd_read": (_N, (_P, _P, _N, _N)),
-}
-
-
-class LibraryUnavailable(Exception):
-    """Why the C++ kernels cannot be used here: no fault of anybody, torch computes instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,46 +48,6 @@ class Calibration:
     prefetch_bytes: tuple[int, int]  # for one token, for several
     expert_bytes_per_s: tuple[float, float]  # expert weights, for one token and for three
     read_bytes_per_s: float  # plain read of the same memory by the same threads
-
-
-class Library:
-    """The opened library: its functions and the instruction sets it has."""
-
-    def __init__(self, path: Path | None = None) -> None:
-        path = path or _installed_path()
-        try:
-            self.functions = ctypes.CDLL(str(path))
-            for name, (result, arguments) in _SIGNATURES.items():
-                function = getattr(self.functions, name)
-                function.restype, function.argtypes = result, arguments
-        except (OSError, AttributeError) as error:
-            raise LibraryUnavailable(f"{path} cannot be opened: {error}") from error
-        if (found := self.functions.ftd_abi()) != ABI:
-            raise LibraryUnavailable(f"{path} has interface {found}, {ABI} is needed: reinstall")
-
-    def isas(self) -> dict[str, bool]:
-        """Instruction sets from worst to best, and whether this processor has each."""
-        found: dict[str, bool] = {}
-        while name := self.functions.ftd_isa_name(len(found)):
-            found[name.decode()] = bool(self.functions.ftd_isa_supported(len(found)))
-        return found
-
-    def choose_isa(self, wanted: str = "auto") -> str:
-        """The best one here, or the wanted one. Raises ConfigError for one that cannot run."""
-        here = [name for name, supported in self.isas().items() if supported]
-        if wanted == "auto":
-            return here[-1]
-        if wanted not in here:
-            why = "this processor lacks it" if wanted in self.isas() else "no such instruction set"
-            raise ConfigError(f"--cpu-isa {wanted}: {why}", hint=f"use auto, {', '.join(here)}")
-        return wanted
-
-
-def _installed_path() -> Path:
-    spec = importlib.util.find_spec("ftd._cpu_kernels")
-    if spec is None or spec.origin is None:
-        raise LibraryUnavailable("not built: install g++ 11 or later, then install ftd again")
-    return Path(spec.origin)
 
 
 def load(
@@ -200,21 +69,11 @@ def load(
     Raises:
         ConfigError: ``isa`` is unknown or this processor lacks it.
     """
-    try:
-        opened = Library(library)
-    except LibraryUnavailable:
+    if unavailable_reason(library):
         return None
+    opened = Library(library)
     name = opened.choose_isa(isa)
     return NativeOps(CpuPool(opened, threads, pin=pin, park_after_us=park_after_us), name)
-
-
-def unavailable_reason(library: Path | None = None) -> str | None:
-    """Why ``load`` returns None; None where it does not."""
-    try:
-        Library(library)
-    except LibraryUnavailable as reason:
-        return str(reason)
-    return None
 
 
 class CpuPool:
@@ -241,7 +100,7 @@ class CpuPool:
         ends, end = [], 0
         for group in placement.cpus:
             ends.append(end := end + len(group))
-        plan = _PoolPlan(
+        plan = PoolPlan(
             self.threads,
             len(self.nodes),
             (c_int32 * self.threads)(*placement.node),
@@ -320,7 +179,7 @@ class NativeOps(ComposedOps):
         O, inputs = weight.shape  # noqa: E741
         assert inputs == K, (x.shape, weight.shape)
         if isinstance(weight, PackedMatrix):
-            matrix, record = self._tell(weight.layout, _Matrix.of), weight.data
+            matrix, record = self._tell(weight.layout, MatrixRecord.of), weight.data
         else:
             matrix, record = _PLAIN[weight.dtype], weight
         assert x.is_contiguous() and record.is_contiguous(), (x.stride(), record.stride())
@@ -396,8 +255,8 @@ class NativeOps(ComposedOps):
             ids.data_ptr(),
             weights,
             address.data_ptr(),
-            byref(self._tell(layout, _Layout.of)),
-            byref(self._tell(activation, _Activation.of)),
+            byref(self._tell(layout, LayoutRecord.of)),
+            byref(self._tell(activation, ActivationRecord.of)),
             y.data_ptr(),
             T,
             K,

@@ -14,7 +14,8 @@ from ftd.errors import EngineFailed
 
 from ..activation import Activation
 from ..formats import ExpertLayout
-from .native import _CODE, NativeOps, _Activation, _Layout
+from .library import ActivationRecord, LayoutRecord
+from .native import _CODE, NativeOps
 
 _LINE = 64  # bytes of a cache line: bell and answer have one each
 
@@ -34,8 +35,8 @@ class _Mailbox(Structure):
         ("experts", c_int32),
         ("act", c_int32),
         ("pad", c_int32),
-        ("layout", _Layout),
-        ("activation", _Activation),
+        ("layout", LayoutRecord),
+        ("activation", ActivationRecord),
     )
 
 
@@ -102,8 +103,8 @@ class ExpertService:
             experts,
             _CODE[mailbox.x.dtype],
             0,
-            _Layout.of(layout),
-            _Activation.of(activation),
+            LayoutRecord.of(layout),
+            ActivationRecord.of(activation),
         )
         self._handle = self._c.ftd_service_start(ops.handle, byref(plan))
         if not self._handle:

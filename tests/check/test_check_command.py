@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,7 +85,7 @@ def test_everything_wrong_is_found_at_once(config, demo_copy, tmp_path):
     assert "1 of 2 shards" in refused
     assert "--socket" in refused
     assert "chat template" in refused.lower() or "tokenizer_config.json" in refused
-    if not check.native.unavailable_reason():
+    if not check.library.unavailable_reason():
         assert "avx9" in refused
 
 
@@ -163,7 +165,7 @@ def test_a_missing_chat_template_is_told(config, demo_copy):
 
 
 def test_missing_kernels_are_told_once_with_the_cost(config, monkeypatch):
-    monkeypatch.setattr(check.native, "unavailable_reason", lambda: "not built")
+    monkeypatch.setattr(check.library, "unavailable_reason", lambda: "not built")
     report = examine(config, ROOMY)
     assert report.starts
     assert texts(report.findings).count("not built") == 1
@@ -242,3 +244,17 @@ def test_formats_are_reported_for_each_kind_of_module(config, data_dir):
     assert "qwen3_moe, experts in nvfp4" in lines
     assert "nvfp4 layers  self_attn.k_proj x2" in lines
     assert "bf16 layers   lm_head, mlp.gate x2, model.embed_tokens" in lines
+
+
+@pytest.mark.parametrize("family", ["gpt_oss-mxfp4", "qwen3_next", "qwen3_moe-nvfp4"])
+def test_a_check_gets_by_without_torch(family):
+    model = Path(__file__).parents[1] / "data" / "oracles" / family
+    code = (
+        "import sys; from ftd.cli import main\n"
+        f"try: main(['--check', '--model', {str(model)!r}, '--device', 'cpu', '--http', '127.0.0.1:0'])\n"
+        "except SystemExit as end: code = end.code\n"
+        "sys.exit(code or 3 * ('torch._C' in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ftd would start" in done.stdout

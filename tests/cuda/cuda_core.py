@@ -23,7 +23,7 @@ from ftd.cuda.states import CudaStates, CudaWindowStates
 from ftd.engine.benches import on_gpu
 from ftd.engine.core import EngineCore
 from ftd.engine.cuda_runner import CudaRunner
-from ftd.engine.loading import prepare
+from ftd.engine.preparing import prepare
 from ftd.experts.host_pool import HostPool
 from ftd.kernels.cpu import native
 from ftd.kernels.reference import TorchOps

@@ -209,3 +209,14 @@ def test_anything_asked_of_a_token_is_drawn_as_on_the_cpu(count, held):
         for mine, theirs in zip(answer.logprobs, wanted[name].logprobs, strict=True):
             assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-3)
             assert [p for _, p in mine.top] == pytest.approx([p for _, p in theirs.top], abs=1e-3)
+
+
+def test_the_driver_tells_what_torch_does():
+    from dataclasses import asdict
+
+    from ftd.cuda.device import look_for_gpu
+    from ftd.cuda.looking import look_by_driver
+
+    mine, theirs = (asdict(look(0).gpu) for look in (look_by_driver, look_for_gpu))
+    assert mine.pop("free_bytes") > 0 and theirs.pop("free_bytes") > 0
+    assert mine == theirs

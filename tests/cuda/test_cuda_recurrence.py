@@ -20,7 +20,7 @@ from test_recurrence import (  # noqa: F401
 from ftd.config import load_config
 from ftd.cuda.memory import DeviceMemory
 from ftd.cuda.states import CudaStates
-from ftd.engine.loading import prepare
+from ftd.engine.preparing import prepare
 from ftd.engine.recurrence import Recurrence
 from ftd.kv.states import LIVE_STATES
 

@@ -12,7 +12,8 @@ from tiers import OTHER, PROMPT, ask, close_disk, open_disk, pin_all
 from ftd.config import load_config
 from ftd.cuda.memory import held_bytes
 from ftd.engine.api import EngineRequest, Sampling
-from ftd.engine.loading import load_engine, prepare
+from ftd.engine.loading import load_engine
+from ftd.engine.preparing import prepare
 from ftd.engine.resize import resize
 from ftd.errors import BudgetExceeded
 from ftd.lifecycle.elastic import ElasticMemory

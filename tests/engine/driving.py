@@ -11,7 +11,8 @@ from pathlib import Path
 from ftd.config import load_config
 from ftd.engine.api import EngineRequest, Finish, Output, Sampling, TokenLogprob
 from ftd.engine.core import EngineCore
-from ftd.engine.loading import load_core, prepare
+from ftd.engine.loading import load_core
+from ftd.engine.preparing import prepare
 
 
 @contextmanager

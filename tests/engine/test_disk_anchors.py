@@ -11,7 +11,8 @@ import structlog
 
 from ftd.config import load_config
 from ftd.engine.api import EngineRequest, Sampling
-from ftd.engine.loading import load_engine, prepare
+from ftd.engine.loading import load_engine
+from ftd.engine.preparing import prepare
 from ftd.engine.thread import EngineThread
 from ftd.errors import ConfigError
 from ftd.kv.anchors import Anchor, AnchorKind

@@ -17,7 +17,8 @@ from ftd.control.commands import LifecycleCommands
 from ftd.control.protocol import AnchorsResult
 from ftd.control.server import ControlServer
 from ftd.engine.api import EngineRequest, Sampling
-from ftd.engine.loading import load_engine, prepare
+from ftd.engine.loading import load_engine
+from ftd.engine.preparing import prepare
 from ftd.kv.anchors import Anchor, AnchorInfo, AnchorKind
 from ftd.text.textmodel import TextModel
 

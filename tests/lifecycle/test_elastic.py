@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from ftd.config import load_config
-from ftd.engine import loading
+from ftd.engine import preparing
 from ftd.engine.api import EngineRequest, Sampling
-from ftd.engine.loading import load_engine, prepare
+from ftd.engine.loading import load_engine
+from ftd.engine.preparing import prepare
 from ftd.errors import ConfigError, ContextExceeded
 from ftd.lifecycle.elastic import ElasticMemory
 from ftd.memory.balance import LastMove
@@ -122,7 +123,7 @@ async def on_gpu(memory, monkeypatch):
     memory.config, memory._plan = config, plan
     memory._prepared = replace(prepared, plan=plan)
     memory._most_context = plan.context_tokens
-    monkeypatch.setattr(loading, "held_bytes", lambda _: held())
+    monkeypatch.setattr(preparing, "held_bytes", lambda _: held())
     monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
     return others
 

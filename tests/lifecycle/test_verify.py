@@ -7,7 +7,8 @@ import pytest
 
 from ftd.checkpoint.source import resolve
 from ftd.config import load_config
-from ftd.engine.loading import load_engine, prepare
+from ftd.engine.loading import load_engine
+from ftd.engine.preparing import prepare
 from ftd.errors import ConfigError
 from ftd.kv.anchors import Anchor, AnchorKind
 from ftd.lifecycle.verify import SESSIONS, Session, Verified, read_sessions, replay, verify

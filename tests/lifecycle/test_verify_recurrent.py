@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from ftd.config import load_config
-from ftd.engine.loading import load_engine, prepare
+from ftd.engine.loading import load_engine
+from ftd.engine.preparing import prepare
 from ftd.lifecycle.verify import read_sessions, verify
 from ftd.text.textmodel import TextModel
 

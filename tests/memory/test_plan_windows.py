@@ -39,7 +39,7 @@ def test_the_same_bytes_of_kv_hold_twice_the_context(on_gpu):
 def test_it_says_what_windows_take_and_how_many_can_be_resumed_from(on_gpu):
     p = plan(ALTERNATING, on_gpu, max_running=4)
     table = p.table()
-    assert "window KV" in table and "24 layers see 128 tokens" in table
+    assert "window KV" in table and "layers with a window of 128 tokens: 24" in table
     token_bytes = 24 * 2 * 4 * 128 * 2
     assert p.window_bytes == p.num_window_pages * 16 * token_bytes
     assert f"{p.window_bytes:,} B" in table

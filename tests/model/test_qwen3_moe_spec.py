@@ -139,7 +139,7 @@ class TestSpellings:
     def test_yarn_extends_the_context(self):
         yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
         s = spec(rope_scaling=yarn)
-        assert s.context == 131072 and s.layers[0].attention.rope.inv_freq is not None
+        assert s.context == 131072 and s.layers[0].attention.rope.stretch is not None
 
     @pytest.mark.parametrize("name", ["", "-window", "-tied", "-unnormalised", "-mixed"])
     def test_agrees_with_the_class_of_transformers(self, name, data_dir):
