@@ -251,7 +251,8 @@ def test_a_check_gets_by_without_torch(family):
     model = Path(__file__).parents[1] / "data" / "oracles" / family
     code = (
         "import sys; from ftd.cli import main\n"
-        f"try: main(['--check', '--model', {str(model)!r}, '--device', 'cpu', '--http', '127.0.0.1:0'])\n"
+        f"arguments = ['--check', '--device', 'cpu', '--model', {str(model)!r}]\n"
+        "try: main([*arguments, '--http', '127.0.0.1:0'])\n"
         "except SystemExit as end: code = end.code\n"
         "sys.exit(code or 3 * ('torch._C' in sys.modules))"
     )
