@@ -287,7 +287,7 @@ def _block_text(block: Any, where: str) -> str:
         f"{where} is {'of type ' + kind if isinstance(kind, str) else 'not a block'}; "
         "this model reads text only",
         param=where,
-        hint="send blocks of type text" if kind in _MEDIA_BLOCKS else "",
+        hint="send blocks of type text" if isinstance(kind, str) and kind in _MEDIA_BLOCKS else "",
     )
 
 

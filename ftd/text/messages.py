@@ -164,10 +164,9 @@ def _part_text(part: Any, where: str) -> str:
     kind = part.get("type", "text") if isinstance(part, Mapping) else None
     if kind == "refusal" and isinstance(text := part.get("refusal"), str):
         return text
-    if kind not in _TEXT_PARTS:
+    if not isinstance(kind, str) or kind not in _TEXT_PARTS:
         raise RequestInvalid(
-            f"{where} is {'of type ' + kind if isinstance(kind, str) else 'not an object'}; "
-            "this model reads text only",
+            f"{where} is {_what(part, kind)}; this model reads text only",
             param=where,
             hint="send parts of type text",
         )
@@ -175,6 +174,12 @@ def _part_text(part: Any, where: str) -> str:
     if text is not None and not isinstance(text, str):
         raise RequestInvalid(f"{where}.text must be a string", param=f"{where}.text")
     return text or ""
+
+
+def _what(part: Any, kind: Any) -> str:
+    if isinstance(kind, str):
+        return f"of type {kind}"
+    return "of no type" if isinstance(part, Mapping) else "not an object"
 
 
 def _strict_calls(message: Message) -> Message:

@@ -57,6 +57,7 @@ JSON = st.recursive(
 PART = st.dictionaries(st.sampled_from(KEYS), JSON, max_size=4).flatmap(
     lambda part: st.sampled_from(WORDS).map(lambda kind: {**part, "type": kind})
 )
+PART_OF_ODD_TYPE = st.builds(lambda part, kind: {**part, "type": kind}, PART, JSON)
 MESSAGE = st.builds(
     lambda rest, role, content: {**rest, "role": role, "content": content},
     PART,
@@ -78,8 +79,13 @@ def test_any_body_is_read_or_refused(front, read):
         fields=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4),
         messages=st.lists(MESSAGE, min_size=1, max_size=4),
         items=st.lists(PART | MESSAGE, min_size=1, max_size=4),
+        odd=st.none() | PART_OF_ODD_TYPE,
     )
-    def check(fields: dict[str, Any], messages: list[Any], items: list[Any]) -> None:
+    def check(fields: dict[str, Any], messages: list[Any], items: list[Any], odd: Any) -> None:
+        if odd is not None:
+            message = {"type": "message", "role": "user", "content": [odd]}
+            messages, items = [*messages, message], [*items, message]
+            fields = {"system": [odd], **fields}
         body = {"messages": messages, "input": items, **fields}
         try:
             data = orjson.dumps(body)

@@ -47,7 +47,7 @@ def test_missing_content_is_empty():
     assert normalise([{"role": "assistant"}]) == [assistant("")]
 
 
-@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", 7, None])
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", 7, None, ["text"], {}])
 def test_an_image_is_refused_with_its_place(kind: Any):
     chat = [user("hi"), {"role": "user", "content": [part("a"), {"type": kind, "image_url": {}}]}]
     with pytest.raises(RequestInvalid, match=r"messages\[1\].content\[1\] .*reads text only"):
