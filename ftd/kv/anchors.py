@@ -40,7 +40,7 @@ class Ended(StrEnum):
     NOTHING = "nothing is known yet"
     DIFFERS = "other tokens follow here in what is known"
     EVICTED = "what followed here has been evicted"
-    STATE = "no state of recurrent layers is kept further on"
+    STATE = "no state of recurrent or windowed layers is kept further on"
     OFF = "logprobs of the prompt were asked for"
 
 
