@@ -26,6 +26,7 @@ import torch
 from ftd.kernels.delta import DeltaWeights, LayerStates, StateRows, States, StateSpan
 from ftd.kernels.formats import FORMATS, ExpertLayout, expert_layout
 from ftd.kernels.ops import Ops
+from ftd.kernels.places import places as reference_places
 from ftd.kernels.reference import TorchOps
 from ftd.kernels.sample import (
     BIASED,
@@ -41,6 +42,7 @@ from ftd.kernels.sample import (
 )
 from ftd.kernels.triton.moe_decode import Tuning, moe_decode
 from ftd.kernels.triton.ops import CudaOps
+from ftd.kernels.triton.places import places
 from ftd.kernels.triton.sample import Work, sample
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -274,7 +276,7 @@ def check_rows() -> None:
         run_both(
             f"turns {T}",
             F32,
-            lambda p: torch.cat(ops.turns(p, inv_freq.cuda(), 1.25)),
+            lambda p, f=inv_freq.cuda(): torch.cat(ops.turns(p, f, 1.25)),
             lambda p: torch.cat(reference.turns(p, inv_freq, 1.25)),
             [(torch.randint(0, 200_000, (T,)).int(),) for _ in range(2)],
         )
@@ -284,6 +286,23 @@ def check_rows() -> None:
             ops.silu_mul,
             reference.silu_mul,
             [(torch.randn(T, 768).to(act), torch.randn(T, 768).to(act)) for _ in range(2)],
+        )
+
+
+def check_places() -> None:
+    for B in (1, 4, 8):
+        run_both(
+            f"places {B}",
+            F32,
+            lambda p, t: torch.stack([part.double() for part in places(p, t, 16, 3)]),
+            lambda p, t: torch.stack([part.double() for part in reference_places(p, t, 16, 3)]),
+            [
+                (
+                    torch.randint(-40, 16 * 30, (B,)).clamp(min=-1),
+                    torch.randperm(B * 30).view(B, 30).int(),
+                )
+                for _ in range(2)
+            ],
         )
 
 
@@ -649,6 +668,7 @@ def main() -> int:
             check_moe,
             check_attention,
             check_linear,
+            check_places,
             check_gates,
             check_delta,
             check_sample,
