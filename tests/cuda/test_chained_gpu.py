@@ -19,7 +19,10 @@ NAMES = ["qwen3_moe", "qwen3_moe-fp8", "gpt_oss-mxfp4", "qwen3_5_moe"]
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_no_bit_of_an_answer_changes(name, dtype, monkeypatch):
-    """Tokens and log-probabilities of captured steps with 1 to 8 rows, all experts resident."""
+    """Tokens and log-probabilities of captured steps, of 8 rows in short prompts, then of one.
+
+    One request at a time: which rows share a step would depend on when they come, and bits on that.
+    """
     from ftd.kernels.triton import launch
     from ftd.kernels.triton.ops import CudaOps
 
@@ -29,7 +32,7 @@ def test_no_bit_of_an_answer_changes(name, dtype, monkeypatch):
     def answers(chained: bool, turns: int) -> list[dict[str, tuple]]:
         monkeypatch.setattr(launch, "can_chain", lambda device: chained)
         with cuda_core(
-            ORACLES / name, slots=None, dtype=dtype, ops=CudaOps(), device="cuda:0", max_running=8
+            ORACLES / name, slots=None, dtype=dtype, ops=CudaOps(), device="cuda:0", max_running=1
         ) as core:
             found = []
             for _ in range(turns):
