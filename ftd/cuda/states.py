@@ -26,9 +26,10 @@ log = structlog.get_logger(__name__)
 
 
 class KeptSlots:
-    """Slots of registered host memory; none where the system refuses to register it.
+    """Slots of host memory, registered where the system does not refuse it (``pinned``).
 
     Args:
+        cost: of a refusal, for people.
         register: makes host memory readable by kernels; None: the driver does, on a GPU.
     """
 
@@ -37,6 +38,7 @@ class KeptSlots:
         num_slots: int,
         slot_bytes: int,
         device: torch.device,
+        cost: str,
         register: Callable[[int, int], str | None] | None = None,
     ) -> None:
         self._device = device
@@ -51,14 +53,14 @@ class KeptSlots:
         if register is not None and num_slots:
             pieces = cut(kept.data_ptr(), len(kept), stride)
             self._registration = register_pieces(pieces, device, register)
-        if not self._registration.pinned:
+        self.pinned = self._registration.pinned
+        if not self.pinned:
             log.warning(
                 "states.not_pinned",
                 reason=self._registration.reason,
-                cost="no recurrent state is kept: every prompt is computed from its beginning",
+                cost=cost,
                 hint="raise the limit on locked memory (ulimit -l, LimitMEMLOCK)",
             )
-            num_slots, kept = 0, kept[:0]
         self.slots = kept.view(num_slots, stride)[:, :slot_bytes]
         self.address = kept.data_ptr() + stride * torch.arange(num_slots)
 
@@ -92,12 +94,13 @@ class CudaStates(StateCache):
         self.num_live = num_live
         self._room = memory.reserve(num_live * size, num_live * size)
         self._live = self._room.span()[: num_live * size].view(num_live, size)
-        self._kept = KeptSlots(num_kept, size, memory.device, register)
-        self._memory, self._slots = self._kept.memory, self._kept.slots
-        self.num_slots = num_live + len(self._slots)
-        address = torch.cat(
-            [self._room.address + size * torch.arange(num_live), self._kept.address]
-        )
+        cost = "no recurrent state is kept: every prompt is computed from its beginning"
+        kept = self._kept = KeptSlots(num_kept, size, memory.device, cost, register)
+        num_kept = num_kept if kept.pinned else 0
+        self._memory, self._slots = kept.memory, kept.slots[:num_kept]
+        self.num_slots = num_live + num_kept
+        live = self._room.address + size * torch.arange(num_live)
+        address = torch.cat([live, kept.address[:num_kept]])
         self.layers = layer_states(spec, dtype.itemsize, address.to(memory.device))
 
     def slot(self, slot: int) -> torch.Tensor:
@@ -121,7 +124,10 @@ class CudaStates(StateCache):
 
 
 class CudaWindowStates(StateCache):
-    """Copies of windows to resume from, in registered host memory: a copy is one transfer."""
+    """Copies of windows to resume from, in host memory: each is one transfer.
+
+    Where that memory is not registered, a copy waits for the steps before it.
+    """
 
     def __init__(
         self,
@@ -133,9 +139,10 @@ class CudaWindowStates(StateCache):
         register: Callable[[int, int], str | None] | None = None,
     ) -> None:
         self.slot_bytes = windowing.slot_bytes(dtype.itemsize)
-        self._kept = KeptSlots(num_slots, self.slot_bytes, device, register)
+        cost = "to keep a position to resume from waits for the step under way"
+        self._kept = KeptSlots(num_slots, self.slot_bytes, device, cost, register)
         self._memory, self._slots = self._kept.memory, self._kept.slots
-        self.num_slots = len(self._slots)
+        self.num_slots = num_slots
         self.layers = []
 
     def write(self, slot: int, state: torch.Tensor) -> None:

@@ -67,7 +67,9 @@ class WindowPages:
         at = np.arange(self._begin(position), position)
         of = np.asarray(pages, np.int64)[at // self.page_tokens]
         places = torch.from_numpy(of * self.page_tokens + at % self.page_tokens)
-        return places.to(self._tokens.device)
+        if self._tokens.is_cuda:  # from pinned memory nothing waits for the steps under way
+            places = places.pin_memory()
+        return places.to(self._tokens.device, non_blocking=True)
 
     def _part(self, slot: torch.Tensor, position: int) -> torch.Tensor:
         """The beginning of a slot, as far as there are tokens: in one piece, to be one copy."""

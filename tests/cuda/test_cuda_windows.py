@@ -64,10 +64,12 @@ def test_interrupted_steps(model, alone):  # noqa: F811
         assert comparable(answer_interrupted(core, requests(), seed=5)) == alone
 
 
-def test_nothing_is_kept_in_memory_that_cannot_be_registered():
+def test_copies_are_kept_in_memory_that_cannot_be_registered_too():
     windowing = Windowing((0,), 3, 1, 4)
     states = CudaWindowStates(
         windowing, 5, torch.float32, torch.device("cpu"), register=lambda address, num_bytes: "no"
     )
-    assert states.num_slots == 0 and states.slot_bytes == 128
+    assert states.num_slots == 5 and states.slot_bytes == 128
+    states.write(4, torch.full((128,), 7, dtype=torch.uint8))
+    assert states.slot(4).tolist() == [7] * 128
     states.close()
