@@ -56,9 +56,9 @@ class WindowPages:
         self._tokens[:, self._places(pages, position)] = found
 
     def close(self) -> None:
-        """Nothing may run any more."""
+        """Give the memory back; nothing may run any more."""
         self.k, self.v = {}, {}
-        self._tokens = self._tokens[:, :0]
+        self._tokens = self._tokens.new_empty(0)
 
     def _begin(self, position: int) -> int:
         return max(0, position - self.windowing.tokens)

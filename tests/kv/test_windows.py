@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,6 +94,13 @@ def test_a_copy_brings_back_all_that_is_seen_from_its_position(pages, position):
                 was = mine[layer][[3, 7, 1, 9, 4, 8][p // PAGE], p % PAGE]
                 assert was.any() and theirs[layer][table[p // PAGE], p % PAGE].equal(was)
     states.close()
+
+
+def test_closing_gives_the_memory_back(pages):
+    memory = weakref.ref(pages.k[0]._base)
+    assert memory() is not None
+    pages.close()
+    assert memory() is None
 
 
 def test_the_cache_has_all_layers_in_order_and_moves_only_its_own():
