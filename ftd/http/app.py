@@ -25,6 +25,7 @@ from .metrics import CONTENT_TYPE, Metrics
 from .ports import Lifecycle
 from .responses import count_responses, read_responses
 from .stored_responses import ROUTES as STORED_RESPONSES
+from .unreadable import log_without_bytes
 
 _APIS = {
     "/v1/chat/completions": Api("chat", "chatcmpl-", read_chat, ChatHold),
@@ -81,6 +82,7 @@ def make_runner(app: web.Application, *, close_s: float = 0.5) -> web.AppRunner:
     Args:
         close_s: how long handlers may still run when it is cleaned up.
     """
+    log_without_bytes()
     return web.AppRunner(
         app,
         handler_cancellation=True,

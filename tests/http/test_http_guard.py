@@ -257,3 +257,23 @@ async def test_our_own_mistake_is_500_without_details(front, monkeypatch):
     assert response.status == 500
     assert b"inner secret" not in body
     assert b"internal_error" in body
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        b"Authorization: Bearer sk-secret\x01\r\n\r\n",
+        b"Authorization: " + b"sk-secret" * 1000 + b"\r\n\r\n",
+        b"Transfer-Encoding: chunked\r\n\r\nsk-secret\r\n",
+    ],
+    ids=["control character", "long header", "chunk"],
+)
+async def test_what_is_no_http_is_logged_in_a_line_without_its_bytes(front, caplog, rest):
+    reader, writer = await asyncio.open_connection(*front.url.removeprefix("http://").split(":"))
+    with capture_logs() as lines:
+        writer.write(b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\n" + rest)
+        assert b" 400 " in await reader.readline()
+        writer.close()
+    assert not caplog.records
+    assert [line["event"] for line in lines] == ["http.unreadable"]
+    assert "sk-" not in str(lines)
