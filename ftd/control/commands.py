@@ -177,7 +177,8 @@ class LifecycleCommands:
 
     async def _verify(self, tolerance: float, sessions: str | None) -> p.VerifyResult:
         model = self._lifecycle.current()
-        recorded = read_sessions(Path(sessions) if sessions else SESSIONS)
+        path = Path(sessions) if sessions else SESSIONS
+        recorded = await asyncio.to_thread(read_sessions, path)
         done: list[Verified] = []
         try:
             self._replaying = 1

@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import random
 import re
+import stat
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -27,8 +28,10 @@ from ftd.kv.anchors import Anchor
 from ftd.text.conversation import Conversation, Tool
 from ftd.text.messages import normalise
 from ftd.text.textmodel import TextModel
+from ftd.units import format_bytes
 
 SESSIONS = Path(__file__).parent.parent / "demo" / "sessions.json"
+MOST_BYTES = 64 * 2**20  # of a file of sessions
 ANSWER_TOKENS = 6
 _TOP = 2  # logprobs compared: a greedy choice and what came next
 _WORDS = (  # of made up texts
@@ -66,15 +69,28 @@ class Verified:
 def read_sessions(path: Path = SESSIONS) -> list[Session]:
     """Recorded sessions. Raises ConfigError."""
     try:
-        recorded = orjson.loads(path.read_bytes())
+        recorded = orjson.loads(_content(path))
         tools = [
             Tool(t["function"]["name"], t["function"]["parameters"], t) for t in recorded["tools"]
         ]
         return [_session(entry, tools) for entry in recorded["sessions"]]
-    except (OSError, orjson.JSONDecodeError, KeyError, TypeError, IndexError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} holds no recorded sessions: {error!r}", hint="see ftd/demo/sessions.json"
         ) from error
+
+
+def _content(path: Path) -> bytes:
+    """Of a plain file of sensible size: devices and pipes may never end."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ConfigError(f"{path} is no plain file, so no recorded sessions are read from it")
+    if found.st_size > MOST_BYTES:
+        raise ConfigError(
+            f"{path} has {format_bytes(found.st_size)}, recorded sessions at most "
+            f"{format_bytes(MOST_BYTES)}"
+        )
+    return path.read_bytes()
 
 
 async def verify(

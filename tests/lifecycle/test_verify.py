@@ -1,6 +1,7 @@
 """Recorded sessions of agents on the demo model: what is reused changes no bit of an answer."""
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,15 @@ from ftd.engine.loading import load_engine
 from ftd.engine.preparing import prepare
 from ftd.errors import ConfigError
 from ftd.kv.anchors import Anchor, AnchorKind
-from ftd.lifecycle.verify import SESSIONS, Session, Verified, read_sessions, replay, verify
+from ftd.lifecycle.verify import (
+    MOST_BYTES,
+    SESSIONS,
+    Session,
+    Verified,
+    read_sessions,
+    replay,
+    verify,
+)
 from ftd.text.textmodel import TextModel
 
 PAGE_TOKENS = 16
@@ -80,12 +89,23 @@ def test_other_kinds_of_layers_resume_as_close_to_the_ideal(family, spare):
 
 def test_a_file_that_holds_no_sessions_is_refused(tmp_path):
     path = tmp_path / "sessions.json"
-    for text in ("", "[]", '{"tools": [], "sessions": [{"name": "a"}]}'):
+    sessions = ('[{"name": "a"}]', '[{"name": "a", "about": "", "requests": [7]}]', "[7]")
+    for text in ("", "[]", *(f'{{"tools": [], "sessions": {each}}}' for each in sessions)):
         path.write_text(text)
         with pytest.raises(ConfigError, match=r"sessions\.json"):
             read_sessions(path)
     with pytest.raises(ConfigError):
         read_sessions(tmp_path / "none.json")
+
+
+def test_what_may_never_end_is_not_read(tmp_path):
+    pipe, large = tmp_path / "pipe", tmp_path / "large"
+    os.mkfifo(pipe)
+    with large.open("wb") as file:
+        file.truncate(MOST_BYTES + 1)
+    for path, words in ((pipe, "no plain file"), (large, r"64\.0 MiB"), (Path("/dev/zero"), "no")):
+        with pytest.raises(ConfigError, match=words):
+            read_sessions(path)
 
 
 def test_a_recording_is_read_alike_every_time():
