@@ -86,6 +86,9 @@ def status(result: p.StatusResult, paint: Paint) -> list[str]:
             )
         if engine.anchors.count or engine.anchors.disk_bytes:
             rows.append(("anchors", anchor_totals(engine.anchors)))
+        if engine.window_pages_total:
+            held = f"{engine.window_pages_held} of {engine.window_pages_total} pages held"
+            rows.append(("windows", held))
         if engine.states_total:
             held = f"{engine.states_held} of {engine.states_total} held"
             rows.append(("states", f"{held}, {engine.states_cached} of them to resume from only"))

@@ -228,6 +228,8 @@ class Soak:
                 left.append(f"{engine.running} running, {engine.waiting} waiting")
             if engine.pages_held != engine.pages_cached:
                 left.append(f"{engine.pages_held - engine.pages_cached} pages held by nobody")
+            if engine.window_pages_held:
+                left.append(f"{engine.window_pages_held} pages of windows held by nobody")
             if engine.failed:
                 left.append(f"{engine.failed} requests failed")
             if not left or time.monotonic() > give_up_s:

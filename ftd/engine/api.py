@@ -124,7 +124,11 @@ class EngineStatus:
     pages_held: int = 0  # by running requests or the prefix tree, each page counted once
     pages_cached: int = 0  # of the held ones, those only the prefix tree holds (evictable)
     page_tokens: int = 0
-    states_total: int = 0  # recurrent ones, of a model that has them
+    window_pages_total: int = (
+        0  # of layers that keep no more than a window, if some have pages apart
+    )
+    window_pages_held: int = 0
+    states_total: int = 0  # recurrent ones, of a model that has them, or copies of windows
     states_free: int = 0
     states_held: int = 0
     states_cached: int = 0  # of the held ones, those kept to resume from and in no use

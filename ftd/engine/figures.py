@@ -55,6 +55,8 @@ def status(
         pages_cached=pages.idle,
         page_tokens=pages.page_tokens,
         pages_evicted=pages_evicted,
+        window_pages_total=recurrence.window_pages.num_pages,
+        window_pages_held=recurrence.window_pages.held,
         states_total=recurrence.pool.num_slots,
         states_free=recurrence.pool.free,
         states_held=recurrence.pool.held,

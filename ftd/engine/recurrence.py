@@ -23,6 +23,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from ftd.kv.anchors import AnchorKind
+from ftd.kv.pages import PagePool
 from ftd.kv.states import LIVE_STATES, StatePool, StateStore
 from ftd.kv.value import chance
 from ftd.schedule.sequence import Sequence
@@ -60,6 +61,7 @@ class Recurrence:
         self.page_tokens = page_tokens
         assert num_live in (0, LIVE_STATES * max_running), (num_live, max_running)
         self.pool = StatePool(num_slots, num_live)
+        self.window_pages = PagePool(0, page_tokens)  # of layers with a window, where they are used
         self._copy = copy
         self.store = StateStore(self.pool, clock)
         self.max_kept = num_slots - LIVE_STATES * max_running if num_slots else 0

@@ -87,6 +87,7 @@ def answer_all(
     status = core.status()
     assert status.running == status.waiting == 0
     assert status.pages_held == status.pages_cached, "pages are held by nobody's request"
+    assert status.window_pages_held == 0, status
     return answers
 
 
