@@ -2,8 +2,12 @@
 
 A route's expert is resident, or missed. Of m distinct missed ones the ``fetch_of[m]`` of highest
 worth are read over the link where they lie, and those that are worth it are stored in a lent slot
-on the way; the CPU computes the others where they lie and answers through the mailbox. Sums are
-made in the order of k, whoever computed a route: nothing is approximated.
+on the way; the CPU computes the others where they lie and answers through the mailbox.
+
+``fetch_of`` counts parts of experts, so one of them may be computed by both: the CPU takes its
+first inner rows, which are rows of gate and up and columns of down, the link the others, and each
+of its routes is the sum of the two products. It is not stored, since the link does not read all of
+it. Sums are made in the order of k, whoever computed a route: nothing is approximated.
 
 ``kernels.triton.divide`` does the same in two launches beside those of the experts.
 """
@@ -11,7 +15,7 @@ made in the order of k, whoever computed a route: nothing is approximated.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +24,7 @@ from .activation import Activation
 from .cpu.service import Mailbox
 from .formats import ExpertLayout
 from .ops import Ops
+from .reference import expert_product
 
 # what ``Shared.report`` begins with; the keys of stored experts follow
 STORED, WANTED, FETCHED, ON_CPU, KEYS = range(5)
@@ -36,14 +41,17 @@ class Shared:
 
     address: torch.Tensor  # [L, E] int64: slot or host record
     worth: torch.Tensor  # [L, E] float32: of a slot; negative: not worth storing, at -worth - 1
-    fetch_of: torch.Tensor  # [N, M + 1] int32: for up to 2^n rows; more than M missed count as M
+    fetch_of: torch.Tensor  # [N, M + 1] int32 parts: for up to 2^n rows; more than M missed: as M
     lent: torch.Tensor  # [R] int64: addresses of the slots that this step may fill; 0: none
     fill: torch.Tensor  # [E] int64: of the running layer
     report: torch.Tensor  # [KEYS + R] int32
     blank: torch.Tensor  # what it is set to at each step's start
     asked: torch.Tensor  # [2] int32: whether the running layer asked the CPU; the last number rung
+    both: torch.Tensor  # [2] int32: the running layer's expert of both or -1, rows of the CPU
     slots: tuple[int, int]
     mailbox: Mailbox | None
+    parts: int  # of an expert
+    part_rows: int  # inner rows of each but the last
 
     def fetch_of_rows(self, rows: int) -> torch.Tensor:  # [M + 1]
         return self.fetch_of[min((rows - 1).bit_length(), len(self.fetch_of) - 1)]
@@ -53,23 +61,32 @@ class Shared:
 
 
 def new_shared(
-    address: torch.Tensor, lent: int, slots: tuple[int, int], mailbox: Mailbox | None
+    address: torch.Tensor,
+    lent: int,
+    slots: tuple[int, int],
+    mailbox: Mailbox | None,
+    layout: ExpertLayout | None = None,  # None: experts are not divided
 ) -> Shared:
     """For up to 8 rows. Every miss takes the link until ``fetch_of`` says otherwise."""
     device, experts = address.device, address.shape[1]
+    parts = layout.parts if layout else 1
+    every = parts * torch.arange(experts + 1, dtype=torch.int32, device=device)
     blank = torch.full((KEYS + lent,), -1, dtype=torch.int32, device=device)
     blank[:KEYS] = 0
     return Shared(
         address=address,
         worth=torch.zeros(address.shape, device=device),
-        fetch_of=torch.arange(experts + 1, dtype=torch.int32, device=device).repeat(4, 1),
+        fetch_of=every.repeat(4, 1),
         lent=torch.zeros(lent, dtype=torch.int64, device=device),
         fill=torch.zeros(experts, dtype=torch.int64, device=device),
         report=blank.clone(),
         blank=blank,
         asked=torch.zeros(2, dtype=torch.int32, device=device),
+        both=torch.tensor([-1, 0], dtype=torch.int32, device=device),
         slots=slots,
         mailbox=mailbox,
+        parts=parts,
+        part_rows=layout.part_rows if layout else 0,
     )
 
 
@@ -82,25 +99,27 @@ def divide(
     log: torch.Tensor,  # [T, K] int32, written: the choice, -1 in rows not in use
     here: torch.Tensor,  # [T, K] int32, written: what the GPU computes; -1: not in use, or the CPU
 ) -> None:
-    """Write ``log``, ``here`` and ``shared.fill``; ask the CPU for the rest."""
+    """Write ``log``, ``here``, ``shared.fill`` and ``shared.both``; ask the CPU for the rest."""
     log.copy_(torch.where(active[:, None], ids, -1))
     address, worth = shared.address[row].tolist(), shared.worth[row].tolist()
     begin, end = shared.slots
     used = sorted({e for e in log.flatten().tolist() if e >= 0})
     missed = [e for e in used if not begin <= address[e] < end]
-    count = len(missed)
+    parts = len(missed) * shared.parts
     if shared.mailbox is not None:
         fetch_of = shared.fetch_of_rows(len(ids))
-        count = min(count, int(fetch_of[min(count, len(fetch_of) - 1)]))
+        parts = min(parts, int(fetch_of[min(len(missed), len(fetch_of) - 1)]))
+    whole, part = divmod(parts, shared.parts)
     missed.sort(key=lambda e: (-_worth(worth[e]), e))
-    shared.report[FETCHED] += count
-    shared.report[ON_CPU] += len(missed) - count
-    _store(shared, row, [e for e in missed[:count] if worth[e] >= 0])
-    left = torch.isin(log, torch.tensor(missed[count:], dtype=torch.int32))
-    here.copy_(log.masked_fill(left, -1))
-    shared.asked[0] = bool(left.any())
+    shared.report[FETCHED] += parts
+    shared.report[ON_CPU] += len(missed) * shared.parts - parts
+    shared.both[0] = missed[whole] if part else -1
+    shared.both[1] = (shared.parts - part) * shared.part_rows if part else 0
+    _store(shared, row, [e for e in missed[:whole] if worth[e] >= 0])
+    here.copy_(_without(log, missed[whole + (part > 0) :]))
+    shared.asked[0] = whole < len(missed)
     if shared.asked[0]:
-        _ask(shared, row, log.masked_fill(~left, -1), x)
+        _ask(shared, row, _without(log, set(used) - set(missed[whole:])), x)
 
 
 def merge(
@@ -117,8 +136,14 @@ def merge(
         while int(shared.mailbox.answer) != int(shared.asked[1]):
             pass
         theirs = shared.mailbox.y.view(-1)[: parts.numel()].view(parts.shape)
-        parts = torch.where((here >= 0)[..., None], parts, theirs)
+        asked = (here < 0) | (log == shared.both[0])
+        parts = torch.where((here >= 0)[..., None], parts, 0.0)
+        parts = parts + torch.where(asked[..., None], theirs, 0.0)
     return add_up(parts, log, weights)
+
+
+def _without(ids: torch.Tensor, experts: Iterable[int]) -> torch.Tensor:
+    return ids.masked_fill(torch.isin(ids, torch.tensor([*experts], dtype=torch.int32)), -1)
 
 
 def _worth(stored: float) -> float:
@@ -142,7 +167,8 @@ def _ask(shared: Shared, row: int, ids: torch.Tensor, x: torch.Tensor) -> None:
     assert box is not None
     box.ids.view(-1)[: ids.numel()] = ids.flatten()
     box.x[: len(x)] = x
-    box.head[0], box.head[1] = row, len(x)
+    box.head[:2] = torch.tensor([row, len(x)])
+    box.head[2:] = shared.both
     shared.asked[1] += 1
     box.bell.copy_(shared.asked[1:])
 
@@ -160,7 +186,13 @@ def products(
     address = shared.address[row]
     for expert in torch.nonzero(shared.fill).flatten().tolist():
         ctypes.memmove(int(shared.fill[expert]), int(address[expert]), layout.record_bytes)
-    return route_products(ops, x, here, address, layout, activation)
+    y = route_products(ops, x, here, address, layout, activation)
+    expert, begin = shared.both.tolist()
+    of_both = torch.nonzero(here.flatten() == expert).flatten() if expert >= 0 else ()
+    for route in of_both:
+        token = x[route // here.shape[1]][None]
+        y[route] = expert_product(token, int(address[expert]), layout, activation, begin)[0]
+    return y
 
 
 def route_products(

@@ -20,6 +20,10 @@ import torch
 
 RECORD_ALIGN_BYTES = 4096  # a page: direct reads, page-wise registration, no two experts share one
 SECTION_ALIGN_BYTES = 64  # a cache line
+# Inner rows of a piece, where two compute one expert: whole lines of plain numbers, and whole
+# groups of any format's scales.
+PLAIN_PART_ROWS = 64
+SCALED_PART_ROWS = 128
 # Of a number; by names, since plans are made of headers alone, and importing torch takes a second.
 _ITEM_BYTES = {"uint8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float32": 4}
 
@@ -148,6 +152,16 @@ class ExpertLayout:
         """For people: one name, or two where down's differs."""
         down = self.down.format.name
         return self.format.name if down == self.format.name else f"{self.format.name} and {down}"
+
+    @property
+    def part_rows(self) -> int:
+        """Inner rows of one of ``parts``."""
+        return PLAIN_PART_ROWS if self.plain else SCALED_PART_ROWS
+
+    @property
+    def parts(self) -> int:
+        """Into how many pieces two may divide an expert; the last one has what is over."""
+        return max(1, self.inner // self.part_rows)
 
     @property
     def plain(self) -> bool:

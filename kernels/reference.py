@@ -65,7 +65,7 @@ class TorchOps(ComposedOps):
         y = torch.zeros(*ids.shape, layout.hidden)  # [T, K, H]: one output per route
         for expert, pairs in routes.items():
             rows, ks = torch.tensor(pairs).unbind(1)
-            y[rows, ks] = _expert(x[rows], int(address[expert]), layout, activation)
+            y[rows, ks] = expert_product(x[rows], int(address[expert]), layout, activation)
         out = torch.zeros(x.shape[0], layout.hidden)
         for k in range(ids.shape[1]):  # in the order of k: the sum is part of the contract
             out += weights[:, k, None] * y[:, k]
@@ -160,13 +160,14 @@ def expert_matrices(
     return gate, up, down
 
 
-def _expert(
+def expert_product(
     x: torch.Tensor,  # [T, H] act
     address: int,
     layout: ExpertLayout,
     activation: Activation,
+    begin: int = 0,
 ) -> torch.Tensor:  # [T, H] float32
-    """down(activation(gate x, up x)), with h rounded to act."""
+    """down(activation(gate x, up x)), with h rounded to act and zero before ``begin``."""
     record = record_at(address, layout)
 
     def product(x: torch.Tensor, matrix: MatrixLayout) -> torch.Tensor:
@@ -175,6 +176,7 @@ def _expert(
         return y if bias is None else y + bias
 
     h = activate(product(x, layout.gate), product(x, layout.up), activation)  # [T, I]
+    h[:, :begin] = 0.0
     return product(h.to(x.dtype), layout.down)
 
 

@@ -300,7 +300,7 @@ def profile_result(
     profile, key = measured.profile, measured.profile.key
     size, rows = profile.expert_bytes, []
     for of in profile.figures:
-        table = profile.fetch_of(of.batch, measured.experts_per_token) or ()
+        table = profile.fetch_of(of.batch, measured.experts_per_token, measured.parts) or ()
         rows.append(
             p.ProfileRow(
                 batch=of.batch,

@@ -50,7 +50,7 @@ def _cells(row: ProfileRow) -> tuple[str, ...]:
         _rate(row.cpu_bytes_per_s * row.cpu_beside_link) if both else "-",
         _rate(row.slots_bytes_per_s),
         "-" if row.layer_fixed_s is None else f"{row.layer_fixed_s * 1e6:.0f} us",
-        " ".join(map(str, row.fetch_of[1:])) if both else "-",
+        " ".join(f"{count:.2g}" for count in row.fetch_of[1:]) if both else "-",
     )
 
 

@@ -252,7 +252,7 @@ class ProfileRow:
     cpu_beside_link: float
     slots_bytes_per_s: float  # resident experts
     layer_fixed_s: float | None  # what a layer takes beside its experts; None: not known
-    fetch_of: tuple[int, ...]  # of 0, 1, 2, ... misses in a layer, so many take the link
+    fetch_of: tuple[float, ...]  # of 0, 1, 2, ... misses in a layer, so many take the link
 
 
 @dataclass(frozen=True, slots=True)

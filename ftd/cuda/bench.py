@@ -243,6 +243,7 @@ class _Run:
             fetch_of=torch.zeros_like(shared.fetch_of),
             lent=torch.zeros_like(shared.lent),
             fill=torch.zeros_like(shared.fill),
+            both=torch.zeros_like(shared.both),
             report=shared.blank.clone(),
         )
         self._aside = division.aside(self._shared)
@@ -276,7 +277,7 @@ class _Run:
         """Experts are at ``table`` [L, E]; those not in slots are the link's, or the CPU's."""
         self._shared.address.copy_(table)
         most = self._shared.fetch_of.shape[-1]
-        self._shared.fetch_of.copy_(torch.arange(most) * over_link)
+        self._shared.fetch_of.copy_(torch.arange(most) * self._shared.parts * over_link)
 
     def draw(self, random: np.random.Generator, experts: int) -> None:
         _, rows, each = self._ids.shape

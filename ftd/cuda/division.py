@@ -70,7 +70,8 @@ class Division:
     ) -> None:
         self.cpu = cpu
         self._ops, self._layout, self._activation = ops, layout, activation
-        self.shared = new_shared(address, MOST_LENT, slots, cpu.mailbox if cpu else None)
+        mailbox = cpu.mailbox if cpu else None
+        self.shared = new_shared(address, MOST_LENT, slots, mailbox, layout)
         self._kernels: Kernels = reference
         if address.is_cuda:
             from ftd.kernels.triton import divide
@@ -130,15 +131,21 @@ class Division:
 
     # ---- between steps
 
-    def split(self, fetch_of: Sequence[Sequence[int]]) -> None:
+    @property
+    def parts(self) -> int:
+        """Into how many an expert may be divided between link and CPU."""
+        return self.shared.parts
+
+    def split(self, fetch_of: Sequence[Sequence[float]]) -> None:
         """For 1, 2, 4 and 8 rows: for each number of misses of a layer, how many take the link.
 
-        More misses than a table knows count as its last.
+        In experts, to the nearest part. More misses than a table knows count as its last.
         """
         rows, most = self.shared.fetch_of.shape
         assert len(fetch_of) == rows, len(fetch_of)
         tables = [[*table, *[table[-1]] * most][:most] for table in fetch_of]
-        self._fetch_of.send(torch.tensor(tables, dtype=torch.int32))
+        parts = (torch.tensor(tables, dtype=torch.float64) * self.parts).round()
+        self._fetch_of.send(parts.to(torch.int32))
 
     def judge(self, value: np.ndarray, admit: np.ndarray) -> None:
         """What experts are worth ([L, E], not negative), and which are worth storing."""

@@ -127,6 +127,7 @@ class Residency:
         self._table = SlotTable(len(self.layers), self.num_experts, num_slots)
         self._state = policy.new_state(len(self.layers), self.num_experts, mlp.experts_per_token)
         self._plan = self._decide(np.zeros(self._host.shape, bool), 0)
+        self._parts_on_cpu = 0  # that make no whole expert yet
         self._wanted = 0  # fetched misses of the running step worth storing, stored or not
         self._fills: list[Fill] = []
         self._dirty = False  # the table on the device lags behind
@@ -149,7 +150,12 @@ class Residency:
         """[n] int64: of slots that hold an expert, as a step launched now will find them."""
         return self._address[self._address != self._host]
 
-    def split(self, fetch_of: Sequence[Sequence[int]]) -> None:
+    @property
+    def parts(self) -> int:
+        """See ``Division.parts``."""
+        return self.division.parts
+
+    def split(self, fetch_of: Sequence[Sequence[float]]) -> None:
         """See ``Division.split``."""
         self.division.split(fetch_of)
 
@@ -218,7 +224,8 @@ class Residency:
                     self._address.reshape(-1)[key] = self._slot_address(slot)
                     stored += 1
             self._wanted += int(report[WANTED])
-            on_cpu = int(report[ON_CPU])
+            parts = self._parts_on_cpu + int(report[ON_CPU])
+            on_cpu, self._parts_on_cpu = divmod(parts, self.division.parts)
             self._dirty |= stored > 0
         for row, ids in enumerate(log):
             ids = ids[ids[:, 0] >= 0]

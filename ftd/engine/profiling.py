@@ -32,7 +32,12 @@ QUICK_HOLDS_S = 24 * 3600.0  # what few samples say, on a machine that was perha
 class Divides(Protocol):
     """What obeys a profile: the experts."""
 
-    def split(self, fetch_of: Sequence[Sequence[int]]) -> None:
+    @property
+    def parts(self) -> int:
+        """Of an expert that link and CPU may share; 1: experts are not divided."""
+        ...
+
+    def split(self, fetch_of: Sequence[Sequence[float]]) -> None:
         """For 1, 2, 4 and 8 rows: for each number of misses of a layer, how many take the link."""
         ...
 
@@ -63,7 +68,7 @@ class Profiling:
         self._calibrates = calibrates
         self._measuring: Generator[Slice, None, Profile] | None = None
         self._owner: object = None  # of that measurement
-        self._tables: dict[int, Sequence[int]] = {}  # by rows, as the profile divides
+        self._tables: dict[int, Sequence[float]] = {}  # by rows, as the profile divides
         self._modes: dict[int, State] = {}  # of those that leave something to the CPU
         self._misses = 0  # since loading
 
@@ -94,7 +99,7 @@ class Profiling:
         """Divide misses as it says, from the next step on."""
         self.profile = profile
         of = self._bench.experts_per_token
-        tables = {batch: profile.fetch_of(batch, of) for batch in BATCHES}
+        tables = {b: profile.fetch_of(b, of, self._experts.parts) for b in BATCHES}
         self._tables = {batch: table for batch, table in tables.items() if table}
         self._modes = {}
         if self._bench.has_link and self._tables:
@@ -154,11 +159,15 @@ class Profiling:
     def miss_s(self) -> float:
         """What a miss costs a decode step more than a hit; 0: not known, or there is no link."""
         rates = self.profile.rates(1) if self.profile and self._bench.has_link else None
-        return miss_s(rates) if rates else 0.0
+        return miss_s(rates, self._experts.parts) if rates else 0.0
 
     @property
     def experts_per_token(self) -> int:
         return self._bench.experts_per_token
+
+    @property
+    def parts(self) -> int:
+        return self._experts.parts
 
     # ---- measured again, slice by slice
 
@@ -207,6 +216,7 @@ class Measured:
 
     profile: Profile
     experts_per_token: int
+    parts: int  # of an expert that link and CPU may share
     store: ProfileStore
 
     def save(self) -> Path:
@@ -228,7 +238,9 @@ def measure_slice(core: EngineCore, owner: object) -> Done:
     found = profiling.next_slice(owner)
     took_s = time.monotonic() - began_s
     if isinstance(found, Profile):
-        return Done(Measured(found, profiling.experts_per_token, profiling.store), took_s)
+        return Done(
+            Measured(found, profiling.experts_per_token, profiling.parts, profiling.store), took_s
+        )
     return Done(found, took_s)
 
 

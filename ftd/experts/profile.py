@@ -84,10 +84,16 @@ class Profile:
             cpu_beside_link=of.cpu_beside_link,
         )
 
-    def fetch_of(self, batch: int, experts_per_token: int) -> tuple[int, ...] | None:
-        """For each number of misses that a layer can have, how many take the link."""
+    def fetch_of(
+        self, batch: int, experts_per_token: int, parts: int = 1
+    ) -> tuple[float, ...] | None:
+        """For each number of misses that a layer can have, how many take the link.
+
+        Args:
+            parts: of an expert that link and CPU may share.
+        """
         rates = self.rates(batch)
-        return None if rates is None else fetch_table(rates, batch * experts_per_token)
+        return None if rates is None else fetch_table(rates, batch * experts_per_token, parts)
 
     def prompt_rates(self, fixed_s: float = 0.0) -> PromptRates | None:
         """For the misses of a prompt's layer; None: the CPU, or the link, was not measured.

@@ -223,12 +223,14 @@ class ExpertRuntime:
         finally:
             self._step, self._trace, self._paused = outer, trace, False
 
-    def split(self, fetch_of: Sequence[Sequence[int]]) -> None:
+    parts = 1  # experts are not divided
+
+    def split(self, fetch_of: Sequence[Sequence[float]]) -> None:
         """For 1, 2, 4 and 8 rows: for each number of misses of a layer, how many take the link.
 
         More misses than a table knows count as its last.
         """
-        one, two, four, eight = fetch_of
+        one, two, four, eight = ([int(count) for count in table] for table in fetch_of)
         self._fetch_of = [one, two, four, four, eight]  # of 1, 2, 3, ... rows
 
     def share_prompts(self, rates: PromptRates | None) -> None:

@@ -42,8 +42,8 @@ class Allowance:
     cost_misses: float  # what one fill slows the step, counted in average misses
 
 
-def finish_s(rates: Rates, on_link: int, on_cpu: int) -> tuple[float, float]:
-    """When the link and the CPU are done with their shares of one layer, in seconds from its start.
+def finish_s(rates: Rates, on_link: float, on_cpu: float) -> tuple[float, float]:
+    """When the link and the CPU are done with their experts of a layer, in seconds from its start.
 
     A path without work is done at 0. The path that starts first, or has work left when the other is
     done, runs at its own rate; in between both run at their shared rates.
@@ -66,25 +66,41 @@ def finish_s(rates: Rates, on_link: int, on_cpu: int) -> tuple[float, float]:
     return link_end, cpu_end
 
 
-def fetch_table(rates: Rates, max_misses: int) -> tuple[int, ...]:
+def fetch_table(rates: Rates, max_misses: int, parts: int = 1) -> tuple[float, ...]:
     """For each number of misses m <= ``max_misses``, how many to read over the link.
 
-    Minimises the later of link and CPU. Ties go to the link, whose reads fill slots for free.
+    Minimises the later of link and CPU. Ties go to the link, whose reads fill slots for free, and
+    to whole experts, of which the link can fill one more.
+
+    Args:
+        parts: of these one expert may be divided; 1: the table has whole numbers.
     Cost: max_misses² / 2 evaluations, about a microsecond each.
     """
 
-    def layer_s(misses: int, fetched: int) -> float:
-        return max(finish_s(rates, fetched, misses - fetched))
+    def fetched(misses: int) -> float:
+        def layer_s(on_link: float) -> float:
+            return max(finish_s(rates, on_link, misses - on_link))
 
-    return tuple(
-        min(range(misses, -1, -1), key=lambda fetched, m=misses: layer_s(m, fetched))  # type: ignore[misc]
-        for misses in range(max_misses + 1)
-    )
+        whole = min(range(misses, -1, -1), key=layer_s)
+        if parts == 1 or not misses:
+            return whole
+        # between the ends, where a path has no fixed cost, one path's time rises as the other's
+        # falls: the best is beside the best whole number
+        inside = min(range(misses - 1, 0, -1), key=layer_s, default=whole)
+        near = {
+            part
+            for around in (whole, inside)
+            for part in range(max(0, around - 1) * parts, min(misses, around + 1) * parts + 1)
+        }
+        best = min(sorted(near, reverse=True), key=lambda part: layer_s(part / parts)) / parts
+        return best if layer_s(best) < layer_s(whole) else whole
+
+    return tuple(fetched(misses) for misses in range(max_misses + 1))
 
 
-def miss_s(rates: Rates) -> float:
+def miss_s(rates: Rates, parts: int = 1) -> float:
     """What a miss costs a decode step, if layers that miss at all miss ``FEW_MISSES``."""
-    fetched = fetch_table(rates, FEW_MISSES)[-1]
+    fetched = fetch_table(rates, FEW_MISSES, parts)[-1]
     return max(finish_s(rates, fetched, FEW_MISSES - fetched)) / FEW_MISSES
 
 

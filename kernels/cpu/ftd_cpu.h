@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define FTD_CPU_ABI 5
+#define FTD_CPU_ABI 6
 
 #if defined(__GNUC__)
 #define FTD_API __attribute__((visibility("default")))
@@ -106,10 +106,12 @@ FTD_API int32_t ftd_moe(FtdOps* ops, const void* x, int32_t act, const int32_t* 
 //
 // Whoever asks stores head, ids and x, then a new number at the bell; the service computes what
 // ftd_moe without weights does and stores that number at the answer. One question at a time.
+// Of one expert it may be asked for a part: what the first rows of gate and up, and the columns of
+// down that go with them, add to the product, without down's bias.
 typedef struct {
   uint32_t* bell;
   uint32_t* answer;
-  const int32_t* head;     // layer, tokens T
+  const int32_t* head;     // layer, tokens T, expert asked for in part (-1: none), its rows
   const int32_t* ids;      // [T, K], -1: not asked for
   const void* x;           // [T, H]
   float* y;                // [T, K, H]

@@ -31,6 +31,16 @@ constexpr int64_t row_bytes(int format, int64_t inputs) {
          : format <= FTD_FP8_ROW ? inputs
                                  : inputs / 2;
 }
+// Rows that share scales, and what the scales of one row take.
+constexpr int64_t scale_rows(int format) { return format == FTD_FP8 ? 128 : 1; }
+constexpr int64_t scale_bytes(int format, int64_t inputs) {
+  return format == FTD_FP8       ? (inputs + 127) / 128 * 4
+         : format == FTD_FP8_ROW ? 4
+         : format == FTD_MXFP4   ? inputs / 32
+         : format == FTD_NVFP4   ? inputs / 16
+         : format == FTD_INT4    ? inputs / 32 * 2
+                                 : 0;
+}
 constexpr int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t greatest(int64_t a, int64_t b) { return a > b ? a : b; }

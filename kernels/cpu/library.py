@@ -16,7 +16,7 @@ from ftd.errors import ConfigError
 from ..activation import Activation
 from ..formats import ExpertLayout, MatrixLayout
 
-ABI = 5
+ABI = 6
 
 
 class PoolPlan(Structure):

@@ -1,14 +1,14 @@
 // y[t] = Σ_k weights[t, k] · W2 activation(W1 x[t], W3 x[t]) with the matrices of expert ids[t, k],
 // each of which may add a bias.
 //
-// Routes are sorted by expert, so each distinct expert is read once: 3 · H · I weights. One job
-// does gate and up rows of all experts, then down rows; whoever comes to an expert's down rows too
-// early brings them into its cache meanwhile. A second one makes each token's sum over its routes,
-// in the order of k whatever expert came first. Without weights there is no sum: each route's part
-// is the result, and goes there directly.
+// Routes are sorted by expert, so each distinct expert is read once: 3 · H · I weights. Three jobs:
+// gate and up rows of all experts; down rows of all experts; each token's sum over its routes, in
+// the order of k whatever expert came first. Without weights there is no sum: each route's part is
+// the result, and goes there directly.
+//
+// Of one expert somebody else may compute a part: then W1 and W3 have their first rows here, and W2
+// the columns that go with them. Whoever has the rest adds W2's bias.
 #include <string.h>
-
-#include <new>
 
 #include "ops.h"
 #include "units.h"
@@ -17,24 +17,17 @@ using namespace ftd;
 
 namespace {
 
-// How far an expert's gate and up rows have come; on a cache line of its own.
-struct alignas(kCacheLine) Progress {
-  std::atomic<int32_t> left{0};    // units
-  std::atomic<bool> ready{false};  // h is there, packed
-};
-
 // Routes of one expert.
 struct Group {
   const uint8_t* record;
   const int32_t* routes;  // t * K + k of each
   int64_t first;          // of them, counted over all experts
   int64_t count;
+  int64_t inner;          // rows of W1 and W3 that are computed here: I, or the first of them
   const Matmul* gate_up;  // how its tokens are multiplied by W1 and W3 ...
   const Matmul* down;     // ... and W2
   const void** x;         // packed, for gate_up
   const void** h;         // packed, for down
-  float* plain_h;         // [count, I] before it is packed as a whole; null: piece by piece
-  Progress* progress;
   int node;
 };
 
@@ -47,12 +40,9 @@ struct Moe {
   int32_t* place;  // [T, K] where a route's product lies, counted over all experts; -1: not in use
   int64_t num_groups;
   int64_t num_routes;
-  bool few;  // so few routes that h is packed by whoever ends it: units of any length
 };
 
 constexpr int64_t kProductFloats = 4 << 20;  // of down's results before they are added: 16 MiB
-constexpr int64_t kPlainFloats = 128 << 10;  // of h, if one thread packs an expert's
-constexpr int64_t kAheadBytes = 256 << 10;   // that a waiting thread brings into its cache
 
 // Units of a job, and where each node's end: its experts come first for its threads.
 struct Job {
@@ -61,39 +51,25 @@ struct Job {
   int64_t* ends;
 };
 
-// Down rows of all groups, after their gate and up rows if these are still to be done.
-Job deal_out(const Moe& moe, Pool& pool, bool gate_up, int64_t down_rows) {
-  bool tiles = false;  // multiply 16 rows at a time
-  for (int64_t g = 0; g < moe.num_groups; ++g) tiles |= moe.groups[g].gate_up->group > 1;
-  const FtdExpertLayout& layout = moe.layout;
-  const int64_t align = tiles ? 16 : 8, threads = greatest(1, pool.threads() / pool.nodes());
-  const int64_t up_rows = gate_up ? layout.inner : 0;
-  const Deal up = {Stage::gate_up, moe.few ? align : kPackAlign,
-                   2 * row_bytes(layout.gate.format, layout.hidden), threads};
-  const Deal down = {Stage::down, align, row_bytes(layout.down.format, layout.inner), threads};
-  const int64_t most =
-      up.most_units(0, moe.num_groups, up_rows) + down.most_units(0, moe.num_groups, down_rows);
-  Job job = {pool.shared().take<Unit>(size_t(most)), 0,
+// So many rows of each group; ``of_h``: of the gate and up matrices, of which some may be computed
+// only in part.
+Job deal_out(const Moe& moe, Pool& pool, int64_t rows, bool of_h) {
+  const Deal deal(moe.num_groups, rows, pool.threads());
+  Job job = {pool.shared().take<Unit>(size_t(deal.most_units())), 0,
              pool.shared().take<int64_t>(size_t(pool.nodes()))};
   Unit* end = job.units;
-  int64_t begin = 0;
-  for (int node = 0; node < pool.nodes(); ++node) {
-    int64_t last = begin;
-    while (last < moe.num_groups && moe.groups[last].node == node) ++last;
-    const Unit* first = end;
-    end = up.out(end, begin, last, up_rows);
-    for (; first < end; ++first) moe.groups[first->group].progress->left += 1;
-    end = down.out(end, begin, last, down_rows);
+  for (int64_t node = 0, g = 0; node < pool.nodes(); ++node) {
+    for (; g < moe.num_groups && moe.groups[g].node == node; ++g)
+      end = deal.out(end, g, of_h ? moe.groups[g].inner : rows);
     job.ends[node] = end - job.units;
-    begin = last;
   }
   job.count = end - job.units;
   return job;
 }
 
 // Sorts routes by expert. False where an id is out of range.
-bool group_routes(Moe& moe, Pool& pool, const int32_t* ids, const int64_t* address,
-                  int64_t experts) {
+bool group_routes(Moe& moe, Pool& pool, const int32_t* ids, const int64_t* address, int64_t experts,
+                  const Part& part) {
   Arena& arena = pool.shared();
   const int64_t all = moe.tokens * moe.routes;
   int32_t* begin = arena.take<int32_t>(size_t(experts + 1));
@@ -127,18 +103,17 @@ bool group_routes(Moe& moe, Pool& pool, const int32_t* ids, const int64_t* addre
       group.routes = sorted + begin[e];
       group.first = begin[e];
       group.count = count;
-      group.progress = new (arena.take<Progress>(1)) Progress;
+      group.inner = e == part.expert ? part.inner : moe.layout.inner;
       group.node = node;
     }
   }
-  moe.few = moe.num_routes * moe.layout.inner <= kPlainFloats;
   return true;
 }
 
 // Packs x: once for all experts where tokens lie singly, expert by expert where they lie in groups.
 void pack_inputs(Moe& moe, FtdOps& ops, const void* x) {
   Pool& pool = ops.pool;
-  const int64_t hidden = moe.layout.hidden, inner = moe.layout.inner;
+  const int64_t hidden = moe.layout.hidden;
   const Matmul& single = *ops.kernels.matmul[moe.layout.gate.format][moe.act];
   const int64_t x_row_bytes = hidden * type_bytes(moe.act);
   bool any_single = false;
@@ -147,9 +122,9 @@ void pack_inputs(Moe& moe, FtdOps& ops, const void* x) {
   for (int64_t g = 0; g < moe.num_groups; ++g) {
     Group& group = moe.groups[g];
     group.gate_up = &choose(ops.kernels, moe.layout.gate.format, moe.act, group.count);
-    group.down = &choose(ops.kernels, moe.layout.down.format, moe.act, group.count);
-    group.h = packed_groups(pool.shared(), *group.down, group.count, inner).groups;
-    if (moe.few) group.plain_h = pool.shared().take<float>(size_t(group.count * inner));
+    const bool whole = group.inner == moe.layout.inner;  // else W2 is multiplied row by row
+    group.down = &choose(ops.kernels, moe.layout.down.format, moe.act, whole ? group.count : 1);
+    group.h = packed_groups(pool.shared(), *group.down, group.count, group.inner).groups;
     if (group.gate_up->group == 1) {
       any_single = true;
       group.x = pool.shared().take<const void*>(size_t(group.count));
@@ -188,16 +163,6 @@ void add_bias(const FtdOps& ops, const Matrix& matrix, int64_t first, int64_t ro
     ops.kernels.add_scaled(matrix.bias + first, 1.0f, products + t * stride, rows);
 }
 
-// Packs rows [first, first + rows) of h, [count, stride] floats, for the down matrix.
-void pack_h(const Moe& moe, const Group& group, const float* h, int64_t stride, int64_t first,
-            int64_t rows) {
-  const int64_t inner = moe.layout.inner;
-  for (int64_t i = 0; i < group.count; ++i) {
-    group.down->pack(h + i * stride, FTD_F32, first, rows, inner, int(i % group.down->group),
-                     const_cast<void*>(group.h[i / group.down->group]));
-  }
-}
-
 // Rows of one expert's h, for all its tokens.
 void gate_up_rows(const Moe& moe, FtdOps& ops, const Unit& unit, Arena& arena) {
   const FtdExpertLayout& layout = moe.layout;
@@ -213,23 +178,27 @@ void gate_up_rows(const Moe& moe, FtdOps& ops, const Unit& unit, Arena& arena) {
   add_bias(ops, w1, first, rows, gate, group.count, rows);
   add_bias(ops, w3, first, rows, up, group.count, rows);
   ops.kernels.gate_up(gate, up, gate, rows * group.count, moe.act, moe.activation);
-  for (int64_t i = 0; moe.few && i < group.count; ++i)
-    memcpy(group.plain_h + i * layout.inner + first, gate + i * rows, size_t(rows) * sizeof *gate);
-  if (!moe.few) pack_h(moe, group, gate, rows, first, rows);
-  Progress& progress = *group.progress;
-  if (progress.left.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
-  if (moe.few) pack_h(moe, group, group.plain_h, layout.inner, 0, layout.inner);
-  progress.ready.store(true, std::memory_order_release);
+  for (int64_t i = 0; i < group.count; ++i) {
+    group.down->pack(gate + i * rows, FTD_F32, first, rows, group.inner, int(i % group.down->group),
+                     const_cast<void*>(group.h[i / group.down->group]));
+  }
 }
 
-// Until an expert's h is there. Its gate and up rows have been claimed before: somebody is at them.
-void wait_for_h(const Group& group, const uint8_t* weights, int64_t bytes) {
-  const std::atomic<bool>& ready = group.progress->ready;
-  for (int64_t byte = 0; byte < least(bytes, kAheadBytes); byte += 64) {
-    if (ready.load(std::memory_order_acquire)) return;
-    __builtin_prefetch(weights + byte, 0, 2);
+// The first ``group.inner`` inputs of rows: one by one, as they do not follow each other in memory.
+void part_of_rows(const Group& group, const Matrix& w2, int64_t first, int64_t rows, float* out,
+                  int64_t out_stride, int64_t prefetch) {
+  const int64_t bytes = row_bytes(w2.format, w2.inputs), used = row_bytes(w2.format, group.inner);
+  const int64_t ahead = greatest(1, prefetch / used);
+  for (int64_t row = first; row < first + rows; ++row) {
+    const uint8_t* next = w2.numbers + (row + ahead) * bytes;
+    for (int64_t byte = 0; row + ahead < first + rows && byte < used; byte += 64)
+      __builtin_prefetch(next + byte, 0, 2);
+    Matrix part = w2;
+    part.inputs = group.inner;
+    part.numbers += row * bytes;
+    part.scales += row / scale_rows(w2.format) * scale_bytes(w2.format, w2.inputs);
+    group.down->run({part, 0, 1, group.h, group.count, out + (row - first), out_stride, 0});
   }
-  wait_until([&] { return ready.load(std::memory_order_acquire); });
 }
 
 // Rows of one expert's down matrix from ``column`` on: to ``products``, [routes, width] floats, or
@@ -240,8 +209,6 @@ void down_rows(const Moe& moe, FtdOps& ops, const Unit& unit, int64_t column, fl
   const Group& group = moe.groups[unit.group];
   const Matrix w2(group.record, layout.down, layout.inner);
   const int64_t first = column + unit.first, rows = unit.rows;
-  const int64_t bytes = row_bytes(layout.down.format, layout.inner);
-  wait_for_h(group, w2.numbers + first * bytes, rows * bytes);
   float* out;
   int64_t out_stride = width;
   if (products) {
@@ -252,9 +219,13 @@ void down_rows(const Moe& moe, FtdOps& ops, const Unit& unit, int64_t column, fl
     out = arena.take<float>(size_t(rows * group.count));
     out_stride = rows;
   }
-  group.down->run({w2, first, rows, group.h, group.count, out, out_stride,
-                   ops.prefetch_bytes[layout.down.format][group.count > 1]});
-  add_bias(ops, w2, first, rows, out, group.count, out_stride);
+  const int64_t prefetch = ops.prefetch_bytes[layout.down.format][group.count > 1];
+  if (group.inner == layout.inner) {
+    group.down->run({w2, first, rows, group.h, group.count, out, out_stride, prefetch});
+    add_bias(ops, w2, first, rows, out, group.count, out_stride);
+  } else {
+    part_of_rows(group, w2, first, rows, out, out_stride, prefetch);
+  }
   for (int64_t i = 0; !products && group.count > 1 && i < group.count; ++i)
     memcpy(y + group.routes[i] * layout.hidden + first, out + i * rows, size_t(rows) * sizeof *out);
 }
@@ -271,19 +242,20 @@ void add_routes(const Moe& moe, FtdOps& ops, const float* weights, const float* 
 
 }  // namespace
 
-extern "C" int32_t ftd_moe(FtdOps* ops, const void* x, int32_t act, const int32_t* ids,
-                           const float* weights, const int64_t* address,
-                           const FtdExpertLayout* layout, const FtdActivation* activation, float* y,
-                           int64_t tokens, int64_t routes, int64_t experts) {
+int32_t ftd::moe(FtdOps* ops, const void* x, int32_t act, const int32_t* ids, const float* weights,
+                 const int64_t* address, const FtdExpertLayout* layout,
+                 const FtdActivation* activation, float* y, int64_t tokens, int64_t routes,
+                 int64_t experts, const Part& part) {
   if (!known(act) || !known_format(layout->gate.format) || !known_format(layout->down.format) ||
       layout->up.format != layout->gate.format)
     return FTD_BAD_TYPE;
-  if (tokens < 0 || routes < 0 || experts < 0 || layout->hidden < 1 || layout->inner < 1)
+  if (tokens < 0 || routes < 0 || experts < 0 || layout->hidden < 1 || layout->inner < 1 ||
+      (part.expert >= 0 && (part.inner < 1 || part.inner > layout->inner)))
     return FTD_BAD_SHAPE;
   Pool& pool = ops->pool;
   const Turn turn(pool);
-  Moe moe = {*layout, *activation, act, tokens, routes, nullptr, nullptr, 0, 0, false};
-  if (!group_routes(moe, pool, ids, address, experts)) return FTD_BAD_INDEX;
+  Moe moe = {*layout, *activation, act, tokens, routes, nullptr, nullptr, 0, 0};
+  if (!group_routes(moe, pool, ids, address, experts, part)) return FTD_BAD_INDEX;
   pack_inputs(moe, *ops, x);
 
   const int64_t inner = layout->inner, hidden = layout->hidden;
@@ -293,20 +265,22 @@ extern "C" int32_t ftd_moe(FtdOps* ops, const void* x, int32_t act, const int32_
   const int64_t fitting = kProductFloats / greatest(1, moe.num_routes) / kPackAlign * kPackAlign;
   const int64_t width = weights ? least(hidden, greatest(kPackAlign, fitting)) : hidden;
   float* products = weights ? pool.shared().take<float>(size_t(moe.num_routes * width)) : nullptr;
+  const Job up = deal_out(moe, pool, inner, true);
+  share(
+      pool, up.count, 2 * hidden * row_cost,
+      [&](int64_t unit, int thread) {
+        gate_up_rows(moe, *ops, up.units[unit], pool.fresh(thread));
+      },
+      up.ends);
   for (int64_t column = 0; column < hidden; column += width) {
     const int64_t columns = least(width, hidden - column);
-    const Job job = deal_out(moe, pool, column == 0, columns);
+    const Job down = deal_out(moe, pool, columns, false);
     share(
-        pool, job.count, (columns + (column ? 0 : 2 * hidden)) * row_cost,
-        [&](int64_t number, int thread) {
-          const Unit& unit = job.units[number];
-          if (unit.stage == Stage::gate_up) {
-            gate_up_rows(moe, *ops, unit, pool.fresh(thread));
-          } else {
-            down_rows(moe, *ops, unit, column, products, width, y, pool.fresh(thread));
-          }
+        pool, down.count, columns * row_cost,
+        [&](int64_t unit, int thread) {
+          down_rows(moe, *ops, down.units[unit], column, products, width, y, pool.fresh(thread));
         },
-        job.ends);
+        down.ends);
     if (!weights) continue;
     constexpr int64_t kColumns = 512;
     const int64_t strips = (columns + kColumns - 1) / kColumns;
@@ -317,4 +291,12 @@ extern "C" int32_t ftd_moe(FtdOps* ops, const void* x, int32_t act, const int32_
     });
   }
   return 0;
+}
+
+extern "C" int32_t ftd_moe(FtdOps* ops, const void* x, int32_t act, const int32_t* ids,
+                           const float* weights, const int64_t* address,
+                           const FtdExpertLayout* layout, const FtdActivation* activation, float* y,
+                           int64_t tokens, int64_t routes, int64_t experts) {
+  return moe(ops, x, act, ids, weights, address, layout, activation, y, tokens, routes, experts,
+             {});
 }

@@ -81,4 +81,15 @@ inline Packed packed_groups(Arena& arena, const Matmul& matmul, int64_t tokens, 
   return packed;
 }
 
+// Of one expert only the first rows of gate and up, and the columns of down that go with them.
+struct Part {
+  int32_t expert = -1;  // none: all are computed whole
+  int32_t inner = 0;
+};
+
+// ftd_moe, with one expert in part.
+int32_t moe(FtdOps* ops, const void* x, int32_t act, const int32_t* ids, const float* weights,
+            const int64_t* address, const FtdExpertLayout* layout, const FtdActivation* activation,
+            float* y, int64_t tokens, int64_t routes, int64_t experts, const Part& part);
+
 }  // namespace ftd

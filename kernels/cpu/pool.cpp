@@ -16,6 +16,7 @@ namespace {
 
 constexpr uint64_t kNoUnits = 0xffffffffu;  // low half of a ticket nobody can claim
 constexpr int kSpinsPerClock = 64;          // looking at the clock costs more than a pause
+constexpr int kSpinsBeforeYield = 1 << 14;  // some 200 µs: the thread we wait for may need our core
 
 int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(
@@ -143,7 +144,13 @@ void Pool::start(int64_t units, Body body, void* context, const int64_t* ends) {
   target_ += units;
   publish(units, body, context, ends);
   work(generation_.load(std::memory_order_relaxed), 0);
-  wait_until([this] { return finished_.load(std::memory_order_acquire) == target_; });
+  for (int spins = 0; finished_.load(std::memory_order_acquire) != target_; ++spins) {
+    if (spins < kSpinsBeforeYield) {
+      relax();
+    } else {
+      sched_yield();
+    }
+  }
 }
 
 void Pool::publish(int64_t units, Body body, void* context, const int64_t* ends) {

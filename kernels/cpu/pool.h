@@ -7,7 +7,6 @@
 // Fork and join cost about 1 µs while workers spin; waking sleepers costs the caller a system call.
 #pragma once
 
-#include <sched.h>
 #include <stdint.h>
 
 #include <atomic>
@@ -30,19 +29,6 @@ inline void relax() {
 #elif defined(__aarch64__)
   asm volatile("yield");
 #endif
-}
-
-constexpr int kSpinsBeforeYield = 1 << 14;  // some 200 µs: the thread we wait for may need our core
-
-template <class Done>
-void wait_until(Done&& done) {
-  for (int spins = 0; !done(); ++spins) {
-    if (spins < kSpinsBeforeYield) {
-      relax();
-    } else {
-      sched_yield();
-    }
-  }
 }
 
 // Memory that an operation takes piecewise and gives back as a whole. Grows to what the largest

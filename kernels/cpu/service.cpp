@@ -67,9 +67,10 @@ struct FtdService {
       const int32_t layer = box_.head[0], tokens = box_.head[1];
       int32_t fault = FTD_BAD_SHAPE;
       if (layer >= 0 && layer < box_.layers && tokens >= 0 && tokens <= box_.most_tokens) {
-        fault = ftd_moe(ops_, box_.x, box_.act, box_.ids, nullptr,
-                        box_.address + int64_t(layer) * box_.experts, &box_.layout,
-                        &box_.activation, box_.y, tokens, box_.routes, box_.experts);
+        const Part part = {box_.head[2], box_.head[3]};
+        fault = moe(ops_, box_.x, box_.act, box_.ids, nullptr,
+                    box_.address + int64_t(layer) * box_.experts, &box_.layout, &box_.activation,
+                    box_.y, tokens, box_.routes, box_.experts, part);
       }
       if (fault) fault_.store(fault);  // answered all the same: whoever asked must not wait
       __atomic_store_n(box_.answer, answered_, __ATOMIC_RELEASE);

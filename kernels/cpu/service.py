@@ -53,7 +53,7 @@ class Mailbox:
         parts = {
             "bell": (torch.int32, (1,)),
             "answer": (torch.int32, (1,)),
-            "head": (torch.int32, (2,)),  # layer, tokens
+            "head": (torch.int32, (4,)),  # layer, tokens, expert asked for in part or -1, its rows
             "ids": (torch.int32, (most_tokens, routes)),
             "x": (act, (most_tokens, hidden)),
             "y": (torch.float32, (most_tokens, routes, hidden)),
@@ -70,6 +70,7 @@ class Mailbox:
             at += sizes[name]
         self.bell, self.answer, self.head = views["bell"], views["answer"], views["head"]
         self.ids, self.x, self.y = views["ids"], views["x"], views["y"]
+        self.head[2] = -1
 
 
 class ExpertService:

@@ -1,53 +1,38 @@
-// Rows of experts' matrices, dealt out to threads in units of falling size.
-//
-// The first units are long, since reading likes long runs, the last ones short, so that threads end
-// together even where one expert is all there is. A thread takes the next unit when it is free.
+// Rows of experts' matrices, dealt out to threads in units.
 #pragma once
 
 #include "kernels.h"
 
 namespace ftd {
 
-enum class Stage : int32_t { gate_up, down };
-
 // Rows [first, first + rows) of one group's matrix.
 struct Unit {
-  Stage stage;
   int32_t group;
   int32_t first, rows;
 };
 
-constexpr int64_t kLeastUnitBytes = 16 << 10;  // less, and claiming it costs more than its reading
-constexpr int64_t kMostUnitRows = 256;
+constexpr int64_t kMostUnitRows = 8 * kPackAlign;
 
-// The rows of one stage, how they may be cut, and who takes them.
-struct Deal {
-  Stage stage;
-  int64_t align;      // units begin at multiples of so many rows
-  int64_t row_bytes;  // that a row reads
-  int64_t threads;
+// Deals out a matrix of each group; each unit begins at a multiple of kPackAlign.
+class Deal {
+ public:
+  // A dozen units a thread end together, more or less; below 32 rows reading suffers.
+  Deal(int64_t groups, int64_t rows, int threads)
+      : groups_(groups),
+        rows_(rows),
+        unit_rows_(greatest(kPackAlign, least(kMostUnitRows, rows * groups / (12 * threads) /
+                                                                 kPackAlign * kPackAlign))) {}
 
-  int64_t least_rows() const {
-    return round_up(greatest(1, kLeastUnitBytes / greatest(1, row_bytes)), align);
-  }
-  // Of the groups [begin, end), each of so many rows.
-  int64_t most_units(int64_t begin, int64_t end, int64_t rows) const {
-    return (end - begin) * (rows / least(least_rows(), kMostUnitRows) + 1);
-  }
-  Unit* out(Unit* to, int64_t begin, int64_t end, int64_t rows) const {
-    int64_t left = (end - begin) * rows;
-    for (int64_t group = begin; group < end; ++group) {
-      for (int64_t first = 0; first < rows;) {
-        const int64_t fair = left / (2 * threads) / align * align;
-        const int64_t wanted = greatest(least_rows(), least(kMostUnitRows, fair));
-        const int64_t count = least(rows - first, wanted);
-        *to++ = {stage, int32_t(group), int32_t(first), int32_t(count)};
-        first += count;
-        left -= count;
-      }
-    }
+  int64_t most_units() const { return groups_ * ((rows_ + unit_rows_ - 1) / unit_rows_); }
+  // The first ``rows`` of a group.
+  Unit* out(Unit* to, int64_t group, int64_t rows) const {
+    for (int64_t first = 0; first < rows; first += unit_rows_)
+      *to++ = {int32_t(group), int32_t(first), int32_t(least(unit_rows_, rows - first))};
     return to;
   }
+
+ private:
+  int64_t groups_, rows_, unit_rows_;
 };
 
 }  // namespace ftd

@@ -68,9 +68,10 @@ def _sleep(nanoseconds, SIGNAL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["row"])
 def _divide_kernel(
-    ids, active, x, address, worth, fetch_of, lent, fill, report, asked, log, here,
+    ids, active, x, address, worth, fetch_of, lent, fill, report, asked, both, log, here,
     bell, head, box_ids, box_x, slots_begin, slots_end, row,
     T: tl.constexpr, K: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
+    PARTS: tl.constexpr, PART_ROWS: tl.constexpr,
     MOST: tl.constexpr, LENT: tl.constexpr, ACT: tl.constexpr,
     RP: tl.constexpr, EP: tl.constexpr, HP: tl.constexpr,
     CPU: tl.constexpr, SIGNAL: tl.constexpr, CHAINED: tl.constexpr,
@@ -91,15 +92,21 @@ def _divide_kernel(
     earlier = tl.sum((same & (r[None, :] < r[:, None])).to(tl.int32), axis=1)
     first = missed & (earlier == 0)  # one route of each expert
     count = tl.sum(first.to(tl.int32), axis=0)
-    fetched = count
+    parts = count * PARTS  # on the link
     if CPU:
-        fetched = tl.minimum(tl.load(fetch_of + tl.minimum(count, MOST)), count)
+        parts = tl.minimum(tl.load(fetch_of + tl.minimum(count, MOST)), parts)
+    fetched, over = parts // PARTS, parts % PARTS
     better = (value[None, :] > value[:, None]) | (
         (value[None, :] == value[:, None]) & (expert[None, :] < expert[:, None])
     )
     rank = tl.sum((first[None, :] & better).to(tl.int32), axis=1)
     on_cpu = missed & (rank >= fetched)
-    tl.store(here + r, tl.where(on_cpu, -1, expert), mask=on)
+    only_there = missed & (rank >= fetched + (over > 0).to(tl.int32))
+    tl.store(here + r, tl.where(only_there, -1, expert), mask=on)
+    divided = tl.max(tl.where(first & (rank == fetched) & (over > 0), expert, -1), axis=0)
+    their_rows = tl.where(divided >= 0, (PARTS - over) * PART_ROWS, 0)
+    tl.store(both, divided)
+    tl.store(both + 1, their_rows)
 
     admitted = first & (rank < fetched) & (stored_worth >= 0)
     before = tl.sum((admitted[None, :] & (rank[None, :] < rank[:, None])).to(tl.int32), axis=1)
@@ -117,8 +124,8 @@ def _divide_kernel(
     tl.store(report + _KEYS + place, row * E + expert, mask=store)
     tl.store(report + _STORED, taken + tl.sum(store.to(tl.int32), axis=0))
     tl.store(report + _WANTED, wanted + tl.sum(admitted.to(tl.int32), axis=0))
-    tl.store(report + _FETCHED, fetched_before + fetched)
-    tl.store(report + _ON_CPU, on_cpu_before + count - fetched)
+    tl.store(report + _FETCHED, fetched_before + parts)
+    tl.store(report + _ON_CPU, on_cpu_before + count * PARTS - parts)
 
     if CPU:
         asks = count > fetched
@@ -137,6 +144,8 @@ def _divide_kernel(
             to = head.to(tl.pointer_type(tl.int32))
             tl.store(to, row)
             tl.store(to + 1, T)
+            tl.store(to + 2, divided)
+            tl.store(to + 3, their_rows)
             tl.store(asked + 1, number)
             tl.debug_barrier()  # every thread has stored its part of the question
             _ring(bell, number, SIGNAL)
@@ -145,7 +154,7 @@ def _divide_kernel(
 
 @triton.jit
 def _merge_kernel(
-    y, log, here, weights, out, asked, answer, box_y,
+    y, log, here, weights, out, asked, both, answer, box_y,
     K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, SLEEP: tl.constexpr,
     CPU: tl.constexpr, SIGNAL: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -153,18 +162,20 @@ def _merge_kernel(
     wait_for_earlier(CHAINED)
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if CPU:  # noqa: SIM102 - known when the kernel is compiled
+    if CPU:
         if tl.load(asked) != 0:
             number = tl.load(asked + 1)
             while _look(answer, SIGNAL) - number < 0:
                 _sleep(SLEEP, SIGNAL)
+        divided = tl.load(both)
     acc = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(K):
         route = t * K + k
         mine = tl.load(here + route) >= 0
         value = tl.load(y + route * H + h, mask=(h < H) & mine, other=0.0)
         if CPU:
-            theirs = (tl.load(log + route) >= 0) & (mine == 0)
+            expert = tl.load(log + route)
+            theirs = (expert >= 0) & ((mine == 0) | (expert == divided))
             at = box_y.to(tl.pointer_type(tl.float32)) + route * H + h
             value += tl.load(at, mask=(h < H) & theirs, other=0.0, cache_modifier=".cv")
         acc += tl.load(weights + route) * value
@@ -191,8 +202,9 @@ def divide(
     routes, fetch_of = power_of_2(T * K), shared.fetch_of_rows(T)
     _divide_kernel[(1,)](
         ids, active, x, shared.address[row], shared.worth[row], fetch_of, shared.lent,
-        shared.fill, shared.report, shared.asked, log, here, *places, *shared.slots, row,
-        T=T, K=K, H=H, E=E, MOST=len(fetch_of) - 1, LENT=len(shared.lent),
+        shared.fill, shared.report, shared.asked, shared.both, log, here, *places, *shared.slots,
+        row, T=T, K=K, H=H, E=E, PARTS=shared.parts, PART_ROWS=shared.part_rows,
+        MOST=len(fetch_of) - 1, LENT=len(shared.lent),
         ACT=TL_DTYPE[x.dtype], RP=routes, EP=power_of_2(E), HP=min(COPY_COLUMNS, power_of_2(H)),
         CPU=box is not None, SIGNAL=not INTERPRETED, num_warps=1 if routes <= 16 else 4,
         **chained(ids),
@@ -209,7 +221,9 @@ def products(
     activation: Activation,
 ) -> torch.Tensor:  # [T * K, H] float32
     """See ``kernels.divide.products``."""
-    return ops.route_products(x, here, shared.address[row], layout, activation, shared.fill)
+    both = shared.both if shared.parts > 1 and shared.mailbox is not None else None
+    address = shared.address[row]
+    return ops.route_products(x, here, address, layout, activation, shared.fill, both)
 
 
 def route_products(
@@ -248,7 +262,7 @@ def merge(
     out = torch.empty(T, H, dtype=torch.float32, device=y.device)
     block = min(MERGE_COLUMNS, power_of_2(H))
     _merge_kernel[(T, triton.cdiv(H, block))](
-        y, log, here, weights, out, shared.asked, answer, box_y,
+        y, log, here, weights, out, shared.asked, shared.both, answer, box_y,
         K=K, H=H, BLOCK=block, SLEEP=SLEEP_NS, CPU=box is not None, SIGNAL=not INTERPRETED,
         num_warps=4, **chained(y),
     )  # fmt: skip

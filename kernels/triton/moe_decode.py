@@ -12,6 +12,8 @@ shares the batch:
 2. down: y of each route; a program for (route, rows of down);
 3. combine: the weighted sum, in the order of k.
 
+Of one expert, that ``both`` names, only the last inner rows are computed: the CPU has the others.
+
 A route whose expert an earlier route names ends at once: the first one serves all. Routes -1 are
 skipped without a read. Reference: ``TorchOps.moe``.
 """
@@ -33,7 +35,7 @@ from .launch import chained, let_next_start, wait_for_earlier
 from .moe_decode_scaled import down_scaled, gate_up_scaled
 from .numbers import matrix, power_of_2
 from .scaled import Stored, finish, stored, unit_tile
-from .serving import copy_rest, rest_of, served, targets
+from .serving import begin_of, copy_rest, first_block, rest_of, served, targets
 
 MAX_ROWS = 8
 MATRIX_ALIGN = 16  # bytes, of a matrix in its record: the widest load
@@ -68,9 +70,9 @@ def _products(w, part, mine):
 
 @triton.jit
 def _gate_up_kernel(
-    x, ids, address, fill, h,
+    x, ids, address, fill, both, h,
     T: tl.constexpr, K: tl.constexpr, G: tl.constexpr, U: tl.constexpr, A: tl.constexpr,
-    ALIGN: tl.constexpr, FILL: tl.constexpr, TP: tl.constexpr, KP: tl.constexpr,
+    ALIGN: tl.constexpr, FILL: tl.constexpr, BOTH: tl.constexpr, TP: tl.constexpr, KP: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAINED)
@@ -88,7 +90,8 @@ def _gate_up_kernel(
         route = tl.arange(0, TP)[:, None] * K + tl.arange(0, KP)[None, :]
         bits = tl.sum(tl.max(names.to(tl.int32), axis=1) << token, axis=0)
         column = tl.arange(0, COLUMNS)
-        for block in range(tl.program_id(1), tl.cdiv(I, ROWS), tl.num_programs(1)):
+        first = first_block(begin_of(both, expert, BOTH), ROWS)
+        for block in range(first, tl.cdiv(I, ROWS), tl.num_programs(1)):
             i = block * ROWS + tl.arange(0, ROWS)
             acc_gate = tl.zeros([TP, ROWS], tl.float32)
             acc_up = tl.zeros([TP, ROWS], tl.float32)
@@ -119,9 +122,9 @@ def _gate_up_kernel(
 
 @triton.jit
 def _down_kernel(
-    h, ids, address, fill, y,
+    h, ids, address, fill, both, y,
     T: tl.constexpr, K: tl.constexpr, D: tl.constexpr, REST: tl.constexpr,
-    ALIGN: tl.constexpr, FILL: tl.constexpr, TP: tl.constexpr, KP: tl.constexpr,
+    ALIGN: tl.constexpr, FILL: tl.constexpr, BOTH: tl.constexpr, TP: tl.constexpr, KP: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAINED)
@@ -138,6 +141,7 @@ def _down_kernel(
         bits = tl.sum(tl.max(names.to(tl.int32), axis=1) << token, axis=0)
         # where the h of each row lies: any of its routes that name the expert holds the same
         source = tl.max(tl.where(names, route, -1), axis=1)  # [TP]
+        begin = begin_of(both, expert, BOTH)
         column = tl.arange(0, COLUMNS)
         for block in range(tl.program_id(1), tl.cdiv(H, ROWS), tl.num_programs(1)):
             o = block * ROWS + tl.arange(0, ROWS)
@@ -145,14 +149,15 @@ def _down_kernel(
             for start in tl.static_range(0, I, COLUMNS):
                 c = start + column
                 at = o[:, None] * I + c[None, :]
-                inside = (o < H)[:, None] & (c < I)[None, :]
+                mine = (c >= begin) & (c < I)
+                inside = (o < H)[:, None] & mine[None, :]
                 w = tl.load(down + at, mask=inside, other=0.0)
                 if FILL:
                     tl.store(down_to + at, w, mask=inside & store)
                 for t in range(T):
                     if T == 1 or (bits >> t) & 1:
                         from_route = tl.max(tl.where(token == t, source, -1), axis=0)
-                        part = tl.load(h + from_route * I + c, mask=c < I, other=0.0)
+                        part = tl.load(h + from_route * I + c, mask=mine, other=0.0)
                         acc += _products(w, part, token == t)
             acc = finish(acc, record, to, store, o, D, FILL)
             out = y + route[:, :, None] * H + o[None, None, :]
@@ -205,6 +210,7 @@ def route_products(
     fill: torch.Tensor | None = None,  # [E] int64: where to store the record as it is read; 0: not
     tuning: Tuning = DEFAULT,
     activation: Activation = SILU,
+    both: torch.Tensor | None = None,  # [2] int32: expert or -1, its inner rows that are not ours
 ) -> torch.Tensor:  # [T * K, H] float32: down(activation(gate x, up x)) of each route in use
     (T, H), K = x.shape, ids.shape[1]
     assert T <= MAX_ROWS and layout.hidden == H and len(ids) == T, (x.shape, ids.shape)
@@ -217,17 +223,18 @@ def route_products(
         return y
     gate, up, down = (stored(m) for m in layout.matrices.values())
     shared = dict(
-        T=T, K=K, FILL=fill is not None, TP=power_of_2(T), KP=power_of_2(K), num_warps=tuning.warps,
-        **chained(x),
+        T=T, K=K, FILL=fill is not None, BOTH=both is not None,
+        TP=power_of_2(T), KP=power_of_2(K), num_warps=tuning.warps, **chained(x),
     )  # fmt: skip
     table = fill if fill is not None else address
+    divided = both if both is not None else ids
     kernel, rows, tile = _kernel(_gate_up_kernel, gate_up_scaled, layout, gate, tuning)
     kernel[(T * K, _programs(tuning, gate.rows, rows))](
-        x, ids, address, table, h, G=gate, U=up, A=activation, **tile, **shared
+        x, ids, address, table, divided, h, G=gate, U=up, A=activation, **tile, **shared
     )
     kernel, rows, tile = _kernel(_down_kernel, down_scaled, layout, down, tuning)
     kernel[(T * K, _programs(tuning, down.rows, rows))](
-        h, ids, address, table, y, D=down, REST=rest_of(layout), **tile, **shared
+        h, ids, address, table, divided, y, D=down, REST=rest_of(layout), **tile, **shared
     )
     return y
 

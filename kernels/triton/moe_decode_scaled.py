@@ -1,5 +1,8 @@
 """The two products of ``moe_decode`` for matrices in scaled formats; the same programs and order.
 
+Of an expert that the CPU computes, too, only rows of gate and up from ``begin_of`` on are read, and
+of each row of down the columns from there on.
+
 Reads packed bytes: numbers, scales, factors and biases of a row are read by the program that owns
 the row, and stored by it where the fill table says; what no row owns (scales of tiles, factors,
 gaps, padding) is copied by ``_down``'s first program, see ``serving.rest_of``.
@@ -13,14 +16,14 @@ import triton.language as tl
 from .activate import activate
 from .launch import let_next_start, wait_for_earlier
 from .scaled import add_products, finish, load_scales, load_units
-from .serving import copy_rest, served, targets
+from .serving import begin_of, copy_rest, first_block, served, targets
 
 
 @triton.jit
 def gate_up_scaled(
-    x, ids, address, fill, h,
+    x, ids, address, fill, both, h,
     T: tl.constexpr, K: tl.constexpr, G: tl.constexpr, U: tl.constexpr, A: tl.constexpr,
-    FILL: tl.constexpr, TP: tl.constexpr, KP: tl.constexpr,
+    FILL: tl.constexpr, BOTH: tl.constexpr, TP: tl.constexpr, KP: tl.constexpr,
     ROWS: tl.constexpr, UNITS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAINED)
@@ -32,7 +35,8 @@ def gate_up_scaled(
         token = tl.arange(0, TP)
         route = tl.arange(0, TP)[:, None] * K + tl.arange(0, KP)[None, :]
         bits = tl.sum(tl.max(names.to(tl.int32), axis=1) << token, axis=0)
-        for block in range(tl.program_id(1), tl.cdiv(G.rows, ROWS), tl.num_programs(1)):
+        start = first_block(begin_of(both, expert, BOTH), ROWS)
+        for block in range(start, tl.cdiv(G.rows, ROWS), tl.num_programs(1)):
             i = block * ROWS + tl.arange(0, ROWS)
             gate = tl.zeros([TP, ROWS], tl.float32)
             up = tl.zeros([TP, ROWS], tl.float32)
@@ -56,9 +60,9 @@ def gate_up_scaled(
 
 @triton.jit
 def down_scaled(
-    h, ids, address, fill, y,
+    h, ids, address, fill, both, y,
     T: tl.constexpr, K: tl.constexpr, D: tl.constexpr, REST: tl.constexpr,
-    FILL: tl.constexpr, TP: tl.constexpr, KP: tl.constexpr,
+    FILL: tl.constexpr, BOTH: tl.constexpr, TP: tl.constexpr, KP: tl.constexpr,
     ROWS: tl.constexpr, UNITS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAINED)
@@ -72,13 +76,14 @@ def down_scaled(
         bits = tl.sum(tl.max(names.to(tl.int32), axis=1) << token, axis=0)
         # where the h of each row lies: any of its routes that name the expert holds the same
         source = tl.max(tl.where(names, route, -1), axis=1)  # [TP]
+        begin = begin_of(both, expert, BOTH)
         for block in range(tl.program_id(1), tl.cdiv(D.rows, ROWS), tl.num_programs(1)):
             o = block * ROWS + tl.arange(0, ROWS)
             acc = tl.zeros([TP, ROWS], tl.float32)
             for first in tl.static_range(0, num_units, UNITS):
-                tile = load_units(record, to, store, o, first, D, UNITS, FILL)
-                scale = load_scales(record, to, store, o, first, D, UNITS, FILL)
-                acc = add_products(acc, tile, scale, h, source, bits, first, D, T, UNITS)
+                tile = load_units(record, to, store, o, first, D, UNITS, FILL, begin)
+                scale = load_scales(record, to, store, o, first, D, UNITS, FILL, begin)
+                acc = add_products(acc, tile, scale, h, source, bits, first, D, T, UNITS, begin)
             acc = finish(acc, record, to, store, o, D, FILL)
             out = y + route[:, :, None] * D.rows + o[None, None, :]
             tl.store(

@@ -102,12 +102,15 @@ class CudaOps:
         layout: ExpertLayout,
         activation: Activation,
         fill: torch.Tensor | None = None,  # [E] int64: as in ``moe``
+        both: torch.Tensor | None = None,  # [2] int32: as ``kernels.divide.Shared`` has it
     ) -> torch.Tensor:  # [T * K, H] float32
         """``moe`` before the sum: what each route in use adds, without its weight."""
         if x.shape[0] > moe_decode.MAX_ROWS:
-            assert fill is None, "records are stored only where each is read once"
+            assert fill is None and both is None, "each expert is read once, and as a whole"
             return moe_prefill.route_products(x, ids, address, layout, activation)
-        return moe_decode.route_products(x, ids, address, layout, fill, self.tuning, activation)
+        return moe_decode.route_products(
+            x, ids, address, layout, fill, self.tuning, activation, both
+        )
 
     def route(
         self,

@@ -152,8 +152,9 @@ def numbers_of(tile, M: tl.constexpr):
 
 @triton.jit
 def load_units(record, to, store, row, first, M: tl.constexpr, UNITS: tl.constexpr,
-               FILL: tl.constexpr):  # fmt: skip
-    """Units first .. first + UNITS - 1 of the rows ``row`` [R], zeros beyond the matrix.
+               FILL: tl.constexpr, begin=0):  # fmt: skip
+    """Units first .. first + UNITS - 1 of the rows ``row`` [R], zeros beyond the matrix and for
+    columns before ``begin``, which is a multiple of a unit's.
 
     [R, U, 4] int32, or [R, U, 16] uint8 where rows are no whole words.
 
@@ -164,6 +165,7 @@ def load_units(record, to, store, row, first, M: tl.constexpr, UNITS: tl.constex
     part = unit[:, None] * M.unit_parts + tl.arange(0, M.unit_parts)[None, :]
     place = row[:, None, None] * M.row_parts + part[None, :, :]
     inside = (row < M.rows)[:, None, None] & (part < M.row_parts)[None, :, :]
+    inside = inside & (unit * M.unit >= begin)[None, :, None]
     tile = tl.load(source + place, mask=inside, other=0)
     if FILL:
         target = matrix(to + M.numbers, M.read, UNIT_BYTES)
@@ -173,7 +175,7 @@ def load_units(record, to, store, row, first, M: tl.constexpr, UNITS: tl.constex
 
 @triton.jit
 def load_scales(record, to, store, row, first, M: tl.constexpr, UNITS: tl.constexpr,
-                FILL: tl.constexpr):  # fmt: skip
+                FILL: tl.constexpr, begin=0):  # fmt: skip
     """Of the groups in ``load_units``, [R, U * groups] float32, LIFT made good.
 
     Scales of fp8-row are left to ``finish``. With FILL those that only these rows have are stored.
@@ -181,12 +183,13 @@ def load_scales(record, to, store, row, first, M: tl.constexpr, UNITS: tl.conste
     group = first * M.groups + tl.arange(0, UNITS * M.groups)
     if M.kind == FP8:
         column = group * M.unit
-        inside = (row < M.rows)[:, None] & (column < M.columns)[None, :]
+        inside = (row < M.rows)[:, None] & ((column >= begin) & (column < M.columns))[None, :]
         place = (row // 128)[:, None] * M.across + (column // 128)[None, :]
         tiles = matrix(record + M.scales, tl.float32, UNIT_BYTES)
         scale = tl.load(tiles + place, mask=inside, other=0.0) * LIFT_E4M3
     elif M.bits == 4:
-        inside = (row < M.rows)[:, None] & (group < M.across)[None, :]
+        used = (group * (M.unit // M.groups) >= begin) & (group < M.across)
+        inside = (row < M.rows)[:, None] & used[None, :]
         place = row[:, None] * M.across + group[None, :]
         source = matrix(record + M.scales, M.scale_dtype, UNIT_BYTES)
         code = tl.load(source + place, mask=inside, other=0)
@@ -206,7 +209,7 @@ def load_scales(record, to, store, row, first, M: tl.constexpr, UNITS: tl.conste
 
 @triton.jit
 def add_products(acc, tile, scale, x, source, bits, first, M: tl.constexpr, T: tl.constexpr,
-                 UNITS: tl.constexpr):  # fmt: skip
+                 UNITS: tl.constexpr, begin=0):  # fmt: skip
     """``acc`` [TP, R] plus the tile times the rows ``source`` [TP] of x whose ``bits`` are set.
 
     T: how many rows may be; with one there is no branch for loads to wait behind.
@@ -218,7 +221,8 @@ def add_products(acc, tile, scale, x, source, bits, first, M: tl.constexpr, T: t
     for t in range(T):
         if T == 1 or (bits >> t) & 1:
             from_row = tl.max(tl.where(token == t, source, 0), axis=0)
-            part = tl.load(x + from_row * M.columns + column, mask=column < M.columns, other=0.0)
+            inside = (column >= begin) & (column < M.columns)
+            part = tl.load(x + from_row * M.columns + column, mask=inside, other=0.0)
             product = number * part.to(tl.float32)[None, :, :]
             if M.groups > 1:
                 product = tl.reshape(product, [acc.shape[1], groups, M.unit // M.groups])

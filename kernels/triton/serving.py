@@ -8,6 +8,7 @@ import triton.language as tl
 from ..formats import ExpertLayout
 
 CHUNK = tl.constexpr(4096)
+BEGIN_ALIGN = tl.constexpr(16)  # divides parts of experts, and is divided by blocks of rows
 
 
 @triton.jit
@@ -33,6 +34,23 @@ def targets(address, fill, expert, FILL: tl.constexpr):
     if FILL:
         to = tl.load(fill + expert)
     return record, to, to != 0
+
+
+@triton.jit
+def begin_of(both, expert, BOTH: tl.constexpr):
+    """The first of the expert's inner rows that are computed here: the CPU has those before."""
+    begin = 0
+    if BOTH:
+        begin = tl.where(tl.load(both) == expert, tl.load(both + 1), 0)
+        begin = tl.multiple_of(begin, BEGIN_ALIGN)
+    return begin
+
+
+@triton.jit
+def first_block(begin, ROWS: tl.constexpr):
+    """The first of a program's blocks of rows that does not lie before ``begin``."""
+    block, programs = tl.program_id(1), tl.num_programs(1)
+    return block + tl.cdiv(tl.maximum(begin // ROWS - block, 0), programs) * programs
 
 
 @triton.jit

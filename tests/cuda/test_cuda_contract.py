@@ -83,6 +83,23 @@ def test_misses_divided_between_link_and_cpu(alone, slots, fetch_of):
 
 @needs_cpu_kernels
 @pytest.mark.parametrize("slots", [0, 9])
+def test_experts_that_link_and_cpu_share(alone, slots, monkeypatch):
+    """Their sums are made in another order: logprobs may differ in their last bits."""
+    monkeypatch.setattr("ftd.kernels.formats.PLAIN_PART_ROWS", 16)  # of 32
+    with cuda_core(MODEL, slots=slots, fetch_of=[0, 0.5, 0.5, 1.5], max_running=8) as core:
+        assert core.experts.parts == 2
+        for _ in range(2):
+            answers = comparable(answer_all(core, requests()))
+            assert {name: a[0] for name, a in answers.items()} == {
+                n: a[0] for n, a in alone.items()
+            }
+        counters = core.experts.counters()
+    assert counters.on_cpu > 0 and counters.fetched > 0
+    assert counters.fetched + counters.on_cpu == counters.misses
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("slots", [0, 9])
 @pytest.mark.parametrize("rates", [PromptRates(1.0, 0.0, 0.0), PromptRates(1.0, 0.6, 0.1)], ids=str)
 def test_the_cpu_computes_some_of_a_prompts_misses(alone, slots, rates):
     with cuda_core(MODEL, slots=slots, fetch_of=[0, 1], max_running=4, prefill_chunk=50) as core:

@@ -95,6 +95,23 @@ def test_misses_divided_between_link_and_cpu(model, tokens, fetch_of):
 
 
 @needs_cpu_kernels
+@pytest.mark.parametrize("slots", [0, 7])
+def test_experts_that_link_and_cpu_share(model, tokens, slots, monkeypatch):
+    from ftd.kernels.triton.ops import CudaOps
+
+    monkeypatch.setattr("ftd.kernels.formats.PLAIN_PART_ROWS", 16)  # of 32
+    with cuda_core(
+        model, slots=slots, fetch_of=[0, 0.5, 0.5, 1.5], ops=CudaOps(), device="cuda:0",
+        max_running=8,
+    ) as core:  # fmt: skip
+        for _ in range(2):
+            answers = comparable(answer_all(core, requests()))
+            assert {name: answer[0] for name, answer in answers.items()} == tokens
+        counters = core.experts.counters()
+    assert counters.on_cpu > 0 and counters.fetched > 0
+
+
+@needs_cpu_kernels
 def test_a_stuck_cpu_fails_the_engine_and_nothing_hangs(model):
     from ftd.kernels.triton.ops import CudaOps
 

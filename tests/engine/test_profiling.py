@@ -55,6 +55,8 @@ class Fast:
 
 
 class Told:
+    parts = 6
+
     def __init__(self):
         self.tables, self.prompts = [], []
 
@@ -76,7 +78,7 @@ def test_a_stored_profile_is_taken_at_the_start_without_measuring(tmp_path):
     profiling, told, bench = make(tmp_path)
     profiling.start()
     assert profiling.profile == PROFILE and not bench.closed
-    assert told.tables == [[PROFILE.fetch_of(batch, 4) for batch in (1, 2, 4, 8)]]
+    assert told.tables == [[PROFILE.fetch_of(batch, 4, 6) for batch in (1, 2, 4, 8)]]
     assert profiling.source.startswith("the profile of 2023-11-1")
 
 
@@ -139,7 +141,7 @@ def test_a_split_that_is_measured_slower_is_left_for_its_batch_size_alone(tmp_pa
     ProfileStore(tmp_path).save(PROFILE)
     profiling, told, _ = make(tmp_path)
     profiling.start()
-    divided = [PROFILE.fetch_of(batch, 4) for batch in (1, 2, 4, 8)]
+    divided = [PROFILE.fetch_of(batch, 4, 6) for batch in (1, 2, 4, 8)]
     every = [tuple(range(len(table))) for table in divided]
     misses = 0
     for _ in range(2000):

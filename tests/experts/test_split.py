@@ -98,6 +98,31 @@ def test_a_missing_path_is_never_used(r, m):
     assert math.isinf(finish_s(no_cpu, 0, 1)[1]) and math.isinf(finish_s(no_link, 1, 0)[0])
 
 
+@settings(max_examples=60)
+@given(rates, misses, st.sampled_from([2, 6]))
+def test_parts_of_experts_are_never_slower_than_whole_ones(r, m, parts):
+    table, whole = fetch_table(r, m, parts), fetch_table(r, m)
+
+    def layer_s(count, on_link):
+        return max(finish_s(r, on_link, count - on_link))
+
+    for count, (divided, others) in enumerate(zip(table, whole)):
+        assert 0 <= divided <= count and parts * divided == round(parts * divided)
+        assert layer_s(count, divided) <= layer_s(count, others)
+        assert divided == others or layer_s(count, divided) < layer_s(count, others)
+
+
+def test_one_miss_is_shared_where_both_paths_end_together():
+    """133 µs on the CPU or 200 over the link; both at once: 98."""
+    measured = Rates(5100.0, 3e-6, 10_300.0, 36e-6, 0.94, 0.9)
+    table = fetch_table(measured, 24, 12)
+    assert table[:3] == (0, 5 / 12, 9 / 12)
+    assert max(finish_s(measured, table[1], 1 - table[1])) < 0.75 * max(finish_s(measured, 0, 1))
+    for count, chosen in enumerate(table):
+        times = [max(finish_s(measured, n / 12, count - n / 12)) for n in range(12 * count + 1)]
+        assert max(finish_s(measured, chosen, count - chosen)) == min(times)
+
+
 def test_known_machine_splits_as_its_rates_say():
     """One miss: 79 µs on the CPU against 200 over the link. Many: about 0.31 of them by link."""
     table = fetch_table(H200, 64)

@@ -89,6 +89,8 @@ def launch_everything() -> None:
             x = tensor(T, 2048, dtype=act)
             ops.moe(x, *routes, address, layout)
             ops.moe(x, *routes, address, layout, fill=address)
+            shared = address, tensor(2, dtype=i32)  # with the CPU
+            ops.route_products(x, routes[0], address, layout, SILU, *shared)
     k = tensor(P, page, NKV, D)
     for T in (1, 4, 16, 512, 2048):
         x, table, at = tensor(T, 2048), tensor(8, M, dtype=i32), tensor(T, dtype=i32)
@@ -148,7 +150,11 @@ def launch_scaled(names: list[str]) -> None:
         for T in sizes:
             routes = tensor(T, K, dtype=i32), tensor(T, K, dtype=f32)
             fill = address if T <= 8 else None
-            ops.moe(tensor(T, layout.hidden), *routes, address, layout, activation, fill)
+            x = tensor(T, layout.hidden)
+            ops.moe(x, *routes, address, layout, activation, fill)
+            if T == 1:
+                shared = address, tensor(2, dtype=i32)  # with the CPU
+                ops.route_products(x, routes[0], address, layout, activation, *shared)
     for name in names[:2]:
         packed, num_bytes = matrix_layout(FORMATS[name], 5120, 2048)
         weight = PackedMatrix(packed, tensor(num_bytes, dtype=torch.uint8))
@@ -184,7 +190,8 @@ def launch_division() -> None:
         (1, 8, 128, f32, True), (8, 8, 128, torch.bfloat16, False),
     ):  # fmt: skip
         box = Mailbox(8, K, 2048, act, pin=False) if asks else None
-        shared = new_shared(tensor(2, E, dtype=i64), 64, (1 << 40, 1 << 41), box)
+        layout = expert_layout(FORMATS["bf16"], 2048, 768)
+        shared = new_shared(tensor(2, E, dtype=i64), 64, (1 << 40, 1 << 41), box, layout)
         ids, log, here = (tensor(T, K, dtype=i32) for _ in range(3))
         divide.divide(
             shared, 1, ids, tensor(T, dtype=torch.bool), tensor(T, 2048, dtype=act), log, here

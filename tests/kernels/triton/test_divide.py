@@ -16,11 +16,12 @@ LAYERS, EXPERTS, HIDDEN, ROW = 3, 12, 40, 1
 SLOTS = (1 << 40, (1 << 40) + (1 << 20))
 
 
-def shared_of(resident, worth, fetch_of, lent, *, cpu, routes):
+def shared_of(resident, worth, fetch_of, lent, *, cpu, routes, parts=1):
     address = torch.arange(LAYERS * EXPERTS).view(LAYERS, EXPERTS) * 64 + 4096
     address[ROW, resident] += SLOTS[0]
     mailbox = Mailbox(8, routes, HIDDEN, torch.float32, pin=False) if cpu else None
     shared = new_shared(address, len(lent), SLOTS, mailbox)
+    shared.parts, shared.part_rows = parts, 64
     shared.worth[ROW] = worth
     shared.fetch_of = fetch_of[None]
     shared.lent.copy_(torch.tensor(lent))
@@ -36,15 +37,17 @@ def run(module, shared, ids, active, x):
     return log, here
 
 
-@pytest.mark.parametrize("cpu", [True, False])
+@pytest.mark.parametrize("cpu, parts", [(True, 1), (False, 1), (True, 6)])
 @pytest.mark.parametrize("tokens, routes", [(1, 1), (1, 4), (4, 4), (8, 3)])
-def test_both_divide_alike(tokens, routes, cpu):
+def test_both_divide_alike(tokens, routes, cpu, parts):
     generator = torch.Generator().manual_seed(tokens * routes)
     for trial in range(12):
         resident = torch.rand(EXPERTS, generator=generator) < (0.0, 0.3, 0.6, 1.0)[trial % 4]
         worth = torch.rand(EXPERTS, generator=generator).round(decimals=1)  # with equal ones
         worth = torch.where(torch.rand(EXPERTS, generator=generator) < 0.4, -worth - 1, worth)
         fetch_of = torch.tensor([0, 1, 1, 2, 2, 3], dtype=torch.int32)
+        if parts > 1:
+            fetch_of = torch.tensor([0, 2, 5, 6, 13, 20], dtype=torch.int32)
         lent = [SLOTS[0] + 512 * i for i in range(3)]
         lent[2] *= trial % 2  # two are lent, or three
         ids = [torch.randperm(EXPERTS, generator=generator)[:routes] for _ in range(tokens)]
@@ -54,7 +57,8 @@ def test_both_divide_alike(tokens, routes, cpu):
         active = torch.rand(tokens, generator=generator) < 0.8
         x = torch.randn(tokens, HIDDEN, generator=generator)
         both = [
-            shared_of(resident, worth, fetch_of, lent, cpu=cpu, routes=routes) for _ in range(2)
+            shared_of(resident, worth, fetch_of, lent, cpu=cpu, routes=routes, parts=parts)
+            for _ in range(2)
         ]
         mine, theirs = both
         assert all(
@@ -63,7 +67,7 @@ def test_both_divide_alike(tokens, routes, cpu):
                 run(kernels, mine, ids, active, x), run(reference, theirs, ids, active, x)
             )
         )
-        for name in ("fill", "report", "asked"):
+        for name in ("fill", "report", "asked", "both"):
             assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
         if cpu and mine.asked[0]:
             for name in ("bell", "head", "ids", "x"):
@@ -73,7 +77,10 @@ def test_both_divide_alike(tokens, routes, cpu):
             assert mine.mailbox.bell == 0
         report, missed = mine.report, set(ids[active].flatten().tolist())
         missed -= {-1, *torch.nonzero(resident).flatten().tolist()}
-        assert report[FETCHED] + report[ON_CPU] == len(missed)
+        assert report[FETCHED] + report[ON_CPU] == parts * len(missed)
+        if parts > 1 and len(missed) in (1, 2):  # all of them are the link's in part
+            assert int(mine.both[0]) in missed and mine.both[1] == 64 * (4, 1)[len(missed) - 1]
+            assert mine.fill[mine.both[0]] == 0, "not all of it is read"
         assert (report[ON_CPU] > 0) == bool(mine.asked[0])
         assert report[STORED] <= min(report[WANTED], 3)
         assert (report[KEYS:] >= 0).sum() == report[STORED]
@@ -96,6 +103,7 @@ def test_a_second_layer_goes_on_where_the_first_left_the_lent_slots():
 @pytest.mark.parametrize("asked", [True, False])
 @pytest.mark.parametrize("tokens, routes", [(1, 4), (8, 3)])
 def test_both_add_alike_whoever_computed(tokens, routes, asked):
+    """Expert 0 is computed by both, if anything was asked."""
     torch.manual_seed(1)
     shared = shared_of(
         torch.zeros(EXPERTS).bool(), torch.zeros(EXPERTS), torch.tensor([0, 0]).int(), [0],
@@ -103,12 +111,15 @@ def test_both_add_alike_whoever_computed(tokens, routes, asked):
     )  # fmt: skip
     log = torch.randint(-1, EXPERTS, (tokens, routes)).int()
     here = torch.where(torch.rand(tokens, routes) < 0.5, log, -1) if asked else log.clone()
+    here[log == 0] = 0
+    shared.both[0] = 0 if asked else -1
     y = torch.randn(tokens * routes, HIDDEN)
     y[here.flatten() < 0] = float("nan")
     box = shared.mailbox
     answers = box.y.view(-1)[: y.numel()].view(y.shape)
     answers.copy_(torch.randn(y.shape))
-    answers[(here.flatten() >= 0) | (log.flatten() < 0)] = float("nan")
+    theirs = (log >= 0) & ((here < 0) | (log == shared.both[0]))
+    answers[~theirs.flatten()] = float("nan")
     shared.asked[0], shared.asked[1], box.answer[0] = asked, -5, -5
     weights = torch.rand(tokens, routes)
     mine = kernels.merge(shared, y, log, here, weights)
