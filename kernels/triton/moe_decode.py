@@ -227,7 +227,7 @@ def route_products(
         TP=power_of_2(T), KP=power_of_2(K), num_warps=tuning.warps, **chained(x),
     )  # fmt: skip
     table = fill if fill is not None else address
-    divided = both if both is not None else ids
+    divided = both if both is not None else address
     kernel, rows, tile = _kernel(_gate_up_kernel, gate_up_scaled, layout, gate, tuning)
     kernel[(T * K, _programs(tuning, gate.rows, rows))](
         x, ids, address, table, divided, h, G=gate, U=up, A=activation, **tile, **shared
