@@ -101,25 +101,33 @@ async def verify(
     Args:
         tolerance: of a logprob; 0 in float32 on the CPU device, where all is equal bit for bit.
     """
-    for session in sessions:
-        done, run = Verified(session.name), next(_numbers)
+    prompts = [(session.name, await _prompts(engine, text, session)) for session in sessions]
+    for name, each in prompts:
+        done = Verified(name)
         try:
-            for conversation in session.requests:
-                rendered = await asyncio.to_thread(text.prompt, _of_run(conversation, run))
-                ids = list(rendered.ids)
+            for ids in each:
                 anchors = await asyncio.to_thread(text.anchors, ids)
-                room = engine.limits.context_tokens - ANSWER_TOKENS - 1
-                if len(ids) > room:
-                    raise ConfigError(
-                        f"session {session.name!r} has a prompt of {len(ids)} tokens, "
-                        f"{room} is the most with this model",
-                        hint="serve it with a larger --context",
-                    )
                 await replay(engine, done, ids, anchors, tolerance)
         finally:
             with suppress(NotReady):  # the engine has failed: nothing is left in it
                 await engine.at_safe_point(lambda core: core.drop_anchors(_SESSION))
         yield done
+
+
+async def _prompts(engine: EngineHandle, text: TextModel, session: Session) -> list[list[int]]:
+    """Of one session. Raises ConfigError: this model cannot hold one of them."""
+    run, room = next(_numbers), engine.limits.context_tokens - ANSWER_TOKENS - 1
+    prompts = []
+    for conversation in session.requests:
+        rendered = await asyncio.to_thread(text.prompt, _of_run(conversation, run))
+        prompts.append(list(rendered.ids))
+        if len(prompts[-1]) > room:
+            raise ConfigError(
+                f"session {session.name!r} has a prompt of {len(prompts[-1])} tokens, "
+                f"{room} is the most with this model",
+                hint="serve it with a larger --context",
+            )
+    return prompts
 
 
 async def replay(

@@ -3,6 +3,7 @@
 import asyncio
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -112,3 +113,14 @@ def test_a_recording_is_read_alike_every_time():
     first, second = read_sessions(SESSIONS), read_sessions(SESSIONS)
     assert first == second
     assert all(isinstance(s, Session) and s.requests for s in first)
+
+
+def test_what_the_model_cannot_hold_is_refused_before_anything_is_asked():
+    engine = SimpleNamespace(limits=SimpleNamespace(context_tokens=690))  # cannot be asked
+
+    async def run():
+        async for _ in verify(engine, TextModel(resolve("demo").path), read_sessions()):
+            pass
+
+    with pytest.raises(ConfigError, match="688 tokens, 683 is the most"):
+        asyncio.run(run())
