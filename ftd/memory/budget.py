@@ -139,7 +139,8 @@ def _refuse(planner: Planner, config: Config, bounds: Bounds, refusal: FtdError)
             found.append(f"{flag('kv_tokens')} {most} or less")
     if isinstance(config.expert_slots, int):
         slots = _last(lambda n: works(expert_slots=n), 0, config.expert_slots)
-        found += [] if slots is None else [f"{flag('expert_slots')} {slots} or less"]
+        words = f"{flag('expert_slots')} {slots}" + (" or less" if slots else "")
+        found += [] if slots is None else [words]
     if isinstance(config.context, int):
         context = _last(lambda n: works(context=n), LEAST_TOKENS, config.context)
         found += [f"ftd {flag('context')} {context} or less"] if context else []

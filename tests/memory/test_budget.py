@@ -105,6 +105,17 @@ def test_the_smallest_budget_and_the_largest_context_are_told():
     assert "ftd --context 21840 or less" in refused.value.hint
 
 
+def test_no_slots_at_all_have_no_bound():
+    limits = bounds(planner()(Config()))
+    config = Config(vram=Amount(bytes=4 * GiB), kv_tokens=2**21, expert_slots=0)
+    with pytest.raises(BudgetExceeded) as refused:
+        plan_change(planner(), config, limits)
+    most = int(re.findall(r"--kv-tokens (\d+) or less", refused.value.hint)[0])
+    with pytest.raises(BudgetExceeded) as refused:
+        plan_change(planner(), replace(config, kv_tokens=most, expert_slots=9), limits)
+    assert refused.value.hint.endswith("--expert-slots 0")
+
+
 def test_a_request_under_way_sets_the_least():
     config = Config(kv_tokens=1024)
     with pytest.raises(BudgetExceeded, match=r"2,000 tokens.* 1,024") as refused:
