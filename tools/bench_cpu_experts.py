@@ -91,7 +91,7 @@ def random_record(layout: ExpertLayout) -> torch.Tensor:
 
 def put_matrix(record: torch.Tensor, matrix: MatrixLayout) -> None:
     """Random weights of about 0.02 for one matrix of a record."""
-    fmt, size = matrix.format, matrix.data_bytes
+    fmt, count = matrix.format, matrix.data_bytes
 
     def put(offset: int, numbers: torch.Tensor) -> None:
         stored = numbers.flatten().view(torch.uint8)
@@ -101,12 +101,14 @@ def put_matrix(record: torch.Tensor, matrix: MatrixLayout) -> None:
         put(matrix.offset, (torch.randn(matrix.rows, matrix.columns) * 0.02).to(fmt.dtype))
         return
     if fmt.bits == 8:
-        put(matrix.offset, torch.randn(size).to(fmt.dtype))
+        # as checkpoints scale them: the largest of a block is 448, subnormal numbers are rare
+        put(matrix.offset, (torch.randn(count) * 100).clamp(-448, 448).to(fmt.dtype))
     else:
-        put(matrix.offset, torch.randint(256, (size,), dtype=torch.uint8))
+        put(matrix.offset, torch.randint(256, (count,), dtype=torch.uint8))
     assert fmt.scale_dtype is not None
     power_of_two = fmt.scale_dtype is torch.uint8  # e8m0: 2^(code - 127)
-    scale = torch.full(matrix.scale_shape, 121 if power_of_two else 0.02)
+    size = 121 if power_of_two else 0.0002 if fmt.bits == 8 else 0.02
+    scale = torch.full(matrix.scale_shape, size)
     put(matrix.scale_offset, scale.to(fmt.scale_dtype))
     if fmt.factor:
         put(matrix.factor_offset, torch.ones(1))

@@ -1,7 +1,7 @@
 // AVX512-BF16: bf16 weights times bf16 activations, two exact products an addition, sums in
 // float32.
 //
-// Formats of four bits are in scaled_avx512bf16.cpp, everything else is AVX-512's. The order of
+// Formats with scales are in scaled_avx512bf16.cpp and fp8_avx512bf16.cpp, everything else is AVX-512's. The order of
 // additions depends on the number of tokens; the unit flushes denormals. Zen 4, Cooper Lake,
 // Sapphire Rapids and later.
 #include "kernels.h"
@@ -77,7 +77,7 @@ void dot_rows(const MatmulCall& call, int64_t row, int64_t end, int64_t token, b
   float* out = call.out + token * call.out_stride;
   const bf16* w = reinterpret_cast<const bf16*>(call.weight);
   for (; row + R <= end; row += R) {
-    const int64_t ahead = from_memory ? prefetch_after(call, row + R, call.inputs * 2) : 0;
+    const int64_t ahead = from_memory ? prefetch_after(call, row, R, call.inputs * 2) : 0;
     dot<R, C, U>(w + row * call.inputs, call.inputs, x, out + row, call.out_stride, ahead);
   }
   for (; R > 1 && row < end; ++row)
@@ -129,6 +129,7 @@ const Kernels* avx512bf16_kernels() {
     Kernels k = *avx512_kernels();
     k.matmul[FTD_BF16][FTD_BF16] = &kMatmul;
     use_avx512bf16_scaled(k);
+    use_avx512bf16_fp8(k);
     return k;
   }();
   return &kernels;

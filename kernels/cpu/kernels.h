@@ -22,6 +22,7 @@ constexpr int kPackAlign = 32;  // packed pieces may start at multiples of this 
 constexpr int kKeyBlock = 256;  // positions of an attention block: its softmax is merged in order
 constexpr int kKeyStage = 64;   // positions widened to float32 at a time
 constexpr int kKeyTile = 4;  // keys scored together: the stage has room for so many past the last
+constexpr int kGroupSizes = 2;
 constexpr int kHeadAlign = 16;  // head channels are padded to a multiple of this
 
 constexpr int64_t type_bytes(int type) { return type == FTD_F32 ? 4 : 2; }
@@ -79,7 +80,9 @@ struct MatmulCall {
   int64_t out_stride;
   int64_t prefetch_bytes;
   const Matrix* matrix;
-  int64_t first_row;  // in the matrix
+  int64_t first_row;              // in the matrix
+  const uint8_t* then = nullptr;  // weights that this thread reads next, if they are known
+  bool announced = false;         // whether these weights were so known to the call before
 
   MatmulCall(const Matrix& m, int64_t first, int64_t count, const void* const* packed, int64_t t,
              float* to, int64_t stride, int64_t prefetch)
@@ -95,9 +98,14 @@ struct MatmulCall {
         first_row(first) {}
 };
 
-// The distance at which to ask for weights after some row: none where they would be another unit's.
-inline int64_t prefetch_after(const MatmulCall& call, int64_t row, int64_t row_bytes) {
-  return (call.rows - row) * row_bytes > call.prefetch_bytes ? call.prefetch_bytes : 0;
+// How far behind the first of ``count`` rows the weights lie that are to be asked for meanwhile.
+// The last rows ask for what comes then, if that is known: anything else would be another unit's.
+inline int64_t prefetch_after(const MatmulCall& call, int64_t row, int64_t count,
+                              int64_t row_bytes) {
+  const int64_t left = (call.rows - row) * row_bytes;
+  if (left - count * row_bytes > call.prefetch_bytes) return call.prefetch_bytes;
+  if (!call.then) return 0;
+  return call.then - (call.weight + row * row_bytes) + greatest(0, call.prefetch_bytes - left);
 }
 
 // One way to multiply, and how it wants its tokens laid out.
@@ -110,6 +118,7 @@ struct Matmul {
   void (*pack)(const void* x, int type, int64_t first, int64_t count, int64_t inputs, int lane,
                void* group);
   void (*run)(const MatmulCall& call);
+  int64_t from = 1;  // tokens that it is worth it for
 
   int64_t group_bytes(int64_t inputs) const { return round_up(inputs, step) * x_bytes * group; }
 };
@@ -156,8 +165,8 @@ struct DeltaScan {
 };
 
 struct Kernels {
-  const Matmul* matmul[kFormats][kTypes];   // [weight][activation]
-  const Matmul* grouped[kFormats][kTypes];  // for kGroupedFrom tokens and more; null: none better
+  const Matmul* matmul[kFormats][kTypes];                // [weight][activation]: tokens lie singly
+  const Matmul* grouped[kGroupSizes][kFormats][kTypes];  // the last that is worth it; or null
 
   // h of gate and up, rounded to the activation type, which is stored widened.
   void (*gate_up)(const float* gate, const float* up, float* h, int64_t count, int act,
@@ -184,10 +193,6 @@ struct Kernels {
   int64_t (*read)(const void* data, int64_t bytes);
 };
 
-// Where tiles overtake rows on Sapphire Rapids: 97 against 86 GB/s at four tokens, 63 against 86 at
-// eight.
-constexpr int kGroupedFrom = 5;
-
 // Even building a table may use the instructions: ask isas.h first.
 const Kernels* portable_kernels();
 #if defined(__x86_64__)
@@ -195,14 +200,21 @@ const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();
 const Kernels* avx512bf16_kernels();
 const Kernels* amx_kernels();
-// The part of avx512bf16_kernels for formats of four bits.
+// The parts of avx512bf16_kernels for formats of four bits and for FP8.
 void use_avx512bf16_scaled(Kernels& kernels);
+void use_avx512bf16_fp8(Kernels& kernels);
+// The part of amx_kernels for all of them.
+void use_amx_scaled(Kernels& kernels);
 #endif
 
 // The way to multiply so many tokens at once.
 inline const Matmul& choose(const Kernels& kernels, int format, int act, int64_t tokens) {
-  const Matmul* grouped = kernels.grouped[format][act];
-  return grouped && tokens >= kGroupedFrom ? *grouped : *kernels.matmul[format][act];
+  const Matmul* best = kernels.matmul[format][act];
+  for (const auto& sizes : kernels.grouped) {
+    const Matmul* grouped = sizes[format][act];
+    if (grouped && tokens >= grouped->from) best = grouped;
+  }
+  return *best;
 }
 
 }  // namespace ftd

@@ -173,8 +173,12 @@ void gate_up_rows(const Moe& moe, FtdOps& ops, const Unit& unit, Arena& arena) {
   float* up = arena.take<float>(size_t(rows * group.count));
   const Matrix w1(group.record, layout.gate, layout.hidden);
   const Matrix w3(group.record, layout.up, layout.hidden);
-  group.gate_up->run({w1, first, rows, group.x, group.count, gate, rows, prefetch});
-  group.gate_up->run({w3, first, rows, group.x, group.count, up, rows, prefetch});
+  MatmulCall by_w1(w1, first, rows, group.x, group.count, gate, rows, prefetch);
+  MatmulCall by_w3(w3, first, rows, group.x, group.count, up, rows, prefetch);
+  by_w1.then = by_w3.weight;
+  by_w3.announced = true;
+  group.gate_up->run(by_w1);
+  group.gate_up->run(by_w3);
   add_bias(ops, w1, first, rows, gate, group.count, rows);
   add_bias(ops, w3, first, rows, up, group.count, rows);
   ops.kernels.gate_up(gate, up, gate, rows * group.count, moe.act, moe.activation);

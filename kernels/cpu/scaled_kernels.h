@@ -170,7 +170,7 @@ void scaled_rows(const MatmulCall& call, int64_t row, int64_t end, int64_t token
       call.inputs / F::kInputs * F::kBytes + call.inputs % F::kInputs * F::kBytes / F::kInputs;
   const int64_t scale_bytes = F::num_scales(call.inputs) * F::kScaleBytes;
   for (; row < end; ++row) {
-    const int64_t ahead = from_memory ? prefetch_after(call, row + 1, number_bytes) : 0;
+    const int64_t ahead = from_memory ? prefetch_after(call, row, 1, number_bytes) : 0;
     const uint8_t* scales = call.matrix->scales + (call.first_row + row) / F::kRows * scale_bytes;
     scaled_dot<F, C>(call.weight + row * number_bytes, scales, call.matrix->factor, call.inputs, x,
                      call.out + token * call.out_stride + row, call.out_stride, ahead);

@@ -144,7 +144,7 @@ void dot_rows(const MatmulCall& call, int64_t row, int64_t end, int64_t token, b
   const W* w = reinterpret_cast<const W*>(call.weight);
   const int64_t row_bytes = call.inputs * int64_t(sizeof(W));
   for (; row + R <= end; row += R) {
-    const int64_t ahead = from_memory ? prefetch_after(call, row + R, row_bytes) : 0;
+    const int64_t ahead = from_memory ? prefetch_after(call, row, R, row_bytes) : 0;
     dot<W, R, C, kTurns>(w + row * call.inputs, call.inputs, x, out + row, call.out_stride, ahead);
   }
   for (; R > 1 && row < end; ++row)

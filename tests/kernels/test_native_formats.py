@@ -83,6 +83,23 @@ def test_moe_matches_reference(ops, name, act, T, H, I, E, K, bias):  # noqa: E7
     assert_close(ops.moe(x, ids, weights, address, layout, activation), want, act)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("T", [3, 17])
+def test_each_code_counts(ops, name, T):
+    """Each column alone, so that nothing hides a number that is off."""
+    packed, _ = random_matrix(name, 4, 256)
+    codes = torch.arange(packed.layout.data_bytes) * 5 % 256
+    if packed.layout.format.bits == 8:
+        codes[codes % 128 == 127] = 0  # no number
+    packed.data[packed.layout.offset :][: len(codes)] = codes.to(torch.uint8)
+    weights = decode(packed)
+    for first in range(0, 256, T):
+        x = torch.eye(256)[first : first + T]
+        want = x.double() @ weights.double().T
+        got = ops.linear(x.bfloat16(), packed, out_dtype=torch.float32)
+        torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=0)
+
+
 def test_down_may_have_another_format(ops):
     layout, _records, address = random_records("mxfp4", 160, 96, 3, down="fp8")
     x, (ids, weights) = torch.randn(4, 160), routes(4, 2, 3)
