@@ -28,6 +28,7 @@ class Machine:
     link_fixed_s: float = 3e-6  # first bytes of a read over the link
     layer_fixed_s: float = 52e-6  # attention, router, launches, and the head's part
     row_fixed_s: float = 7e-6  # more of it for each further row
+    parts: int = 1  # of an expert that link and CPU may share
 
     def rates(self, expert_bytes: float) -> Rates:
         link, cpu = self.link_bytes_per_s, self.gemv_share * self.dram_bytes_per_s

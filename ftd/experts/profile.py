@@ -108,8 +108,12 @@ class Profile:
             1 / link.experts_per_s, 1 / cpu.experts_per_s, self.cpu_row_s, fixed_s + cpu.fixed_s
         )
 
-    def machine(self, name: str, batch: int = 1) -> Machine:
-        """As the simulator takes it."""
+    def machine(self, name: str, batch: int = 1, parts: int = 1) -> Machine:
+        """As the simulator takes it.
+
+        Args:
+            parts: of an expert that link and CPU may share.
+        """
         of, size = self.at(batch), self.expert_bytes
         link, cpu = of.link.experts_per_s * size, of.cpu.experts_per_s * size
         shared_link = of.link_beside_cpu * link
@@ -130,6 +134,7 @@ class Profile:
             handshake_s=0.0,  # in the CPU's fixed time
             cpu_fixed_s=of.cpu.fixed_s,
             link_fixed_s=of.link.fixed_s,
+            parts=parts,
             **known,
         )
 

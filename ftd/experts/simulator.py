@@ -135,16 +135,21 @@ class Default:
         num_experts = misses.shape[1]
         stored: list[int] = []
         wanted = 0
-        on_link = np.zeros(len(misses), np.int64)
+        on_link = np.zeros(len(misses))
         for layer in np.flatnonzero(misses.any(1)):
             experts = np.flatnonzero(misses[layer])
             on_link[layer] = count = self._fetch_of[len(experts)]
-            for expert in policy.in_order(experts, self._plan.value[layer, experts])[:count]:
+            whole = int(count)  # what the CPU computes a part of is not stored
+            for expert in policy.in_order(experts, self._plan.value[layer, experts])[:whole]:
                 if self._plan.admit[layer, expert]:
                     wanted += 1
                     if len(stored) < self._free:
                         stored.append(int(layer * num_experts + expert))
         return stored, wanted, on_link
+
+    def share(self, parts: int) -> None:
+        """Link and CPU may compute one expert of a layer together, in so many parts."""
+        self._fetch_of = fetch_table(self._rates, len(self._fetch_of) - 1, parts)
 
 
 class LeastRecent:
@@ -252,7 +257,10 @@ def simulate(
     """Decode all steps under one policy; the first ``warm_up`` part of them is not counted."""
     rates = machine.rates(expert_bytes)
     contender = (make or CONTENDERS[name])(used, num_slots, rates)
-    link_end, cpu_end = _layer_times(rates, int(used.sum(2).max()))
+    parts = machine.parts
+    if parts > 1 and name == "default" and isinstance(contender, Default):
+        contender.share(parts)
+    link_end, cpu_end = _layer_times(rates, int(used.sum(2).max()), parts)
     hit_s, fixed_s = machine.hit_s(expert_bytes), machine.fixed_s(batch)
     skip = int(len(used) * warm_up)
     seconds = uses = missed = over_link = on_cpu = 0.0
@@ -261,7 +269,8 @@ def simulate(
         misses = (now & ~contender.resident).sum(1)
         served = contender.serve(now, timing)
         fetched, rest = served.on_link, misses - served.on_link
-        link, cpu = link_end[fetched, rest], cpu_end[fetched, rest]
+        at = misses, np.rint(fetched * parts).astype(np.int64)
+        link, cpu = link_end[at], cpu_end[at]
         hits_s = (now.sum(1) - misses) * hit_s
         waiting_s = np.maximum(link, cpu)
         alone_s = np.maximum(waiting_s, hits_s).sum() + len(misses) * fixed_s
@@ -284,11 +293,12 @@ def simulate(
     )
 
 
-def _layer_times(rates: Rates, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """[fetched, on CPU] seconds until the link and the CPU are done."""
-    times = np.array(
-        [[finish_s(rates, link, cpu) for cpu in range(most + 1)] for link in range(most + 1)]
-    )
+def _layer_times(rates: Rates, most: int, parts: int) -> tuple[np.ndarray, np.ndarray]:
+    """[misses, parts over the link] seconds until the link and the CPU are done."""
+    times = np.zeros((most + 1, most * parts + 1, 2))
+    for misses in range(most + 1):
+        for part in range(misses * parts + 1):
+            times[misses, part] = finish_s(rates, part / parts, misses - part / parts)
     return times[..., 0], times[..., 1]
 
 

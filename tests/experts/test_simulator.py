@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +86,22 @@ def test_prediction_agrees_with_the_measured_rate(
         )
         predicted.append(outcome.tokens_per_s)
     assert np.mean(predicted) == pytest.approx(measured_tokens_per_s, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("machine", "measured_tokens_per_s"), [("h200", 513), ("h200-6-threads", 488)]
+)
+def test_experts_that_link_and_cpu_share_are_predicted(machine, measured_tokens_per_s):
+    """As above, in parts of 64 of 768 rows; whole experts have 448 and 384."""
+    used = steps_of(synthetic_routing(300, 16, 128, 8, seed=0), 128, 1)
+    shared = simulate(
+        used,
+        "default",
+        replace(MACHINES[machine], parts=12),
+        num_slots=int(0.37 * used[0].size),
+        expert_bytes=EXPERT_BYTES,
+    )
+    assert shared.tokens_per_s == pytest.approx(measured_tokens_per_s, rel=0.1)
 
 
 def test_no_policy_beats_the_oracle_by_its_misses(workloads):
