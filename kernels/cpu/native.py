@@ -33,7 +33,7 @@ from .topology import Node, default_threads, discover_nodes, place_threads, usab
 
 PARK_AFTER_US = 200  # waking a sleeping worker costs 50 µs: more than a layer's work
 PREFETCH_CHOICES_BYTES = (0, 2048, 8192, 16384)
-CALIBRATION_TOKENS = (1, 3)  # three: with more, AMX takes over and finds its own way
+CALIBRATION_TOKENS = (1, 2)  # with more, AMX takes over and finds its own way
 
 _CODE = {row.dtype: row.code for row in FORMATS.values() if not row.scaled}
 _PLAIN = {dtype: MatrixRecord(code, 0, 0, 0, -1) for dtype, code in _CODE.items()}
@@ -46,7 +46,7 @@ class Calibration:
     """What ``NativeOps.calibrate`` measured and set."""
 
     prefetch_bytes: tuple[int, int]  # for one token, for several
-    expert_bytes_per_s: tuple[float, float]  # expert weights, for one token and for three
+    expert_bytes_per_s: tuple[float, float]  # expert weights, for one token and for two
     read_bytes_per_s: float  # plain read of the same memory by the same threads
 
 
