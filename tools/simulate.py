@@ -5,6 +5,7 @@
     tools/simulate.py --trace routing.npy --experts 128 --machine h200 --budget 37
     tools/simulate.py --layers 16 --batch 1 4 --plot speed.svg
     tools/simulate.py --profile ~/.cache/ftd/profiles/*.json    what ftctl profile has measured
+    tools/simulate.py --lost --budget 10 37 60 90 --batch 1 2 4 8     where the default policy loses
 
 Prints Markdown. "default" is the policy that serves; the oracle knows the future and is a bound for
 policies that fetch only what was missed. GB/token counts misses and background fills by link, and
@@ -14,6 +15,7 @@ misses computed by the CPU.
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +24,14 @@ import numpy as np
 
 from ftd.experts.machines import MACHINES, Machine
 from ftd.experts.profile import from_json
-from ftd.experts.simulator import CONTENDERS, Outcome, compare, steps_of, synthetic_routing
+from ftd.experts.simulator import (
+    CONTENDERS,
+    RIVALS,
+    Outcome,
+    compare,
+    steps_of,
+    synthetic_routing,
+)
 
 GB = 1e9
 EXPERT_BYTES = 3 * 2048 * 768 * 2  # Qwen3-30B-A3B in bfloat16
@@ -51,6 +60,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     ap.add_argument("--batch", type=int, nargs="+", default=[1], help="sequences decoded together")
     ap.add_argument("--machine", choices=MACHINES, nargs="+", help="default: all, or the profiles")
     ap.add_argument("--profile", type=Path, nargs="+", default=[], help="what was measured of one")
+    ap.add_argument(
+        "--lost", action="store_true", help=f"only where the default loses to {' or '.join(RIVALS)}"
+    )
     ap.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the tokens/s as bars")
     args = ap.parse_args(argv)
     if not all(0 <= budget <= 100 for budget in args.budget):
@@ -119,9 +131,27 @@ def plot(results: list[tuple[str, list[Outcome]]]) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n{body}\n</svg>\n'
 
 
+def ratio(outcomes: Sequence[Outcome]) -> float:
+    """The default's speed, as a multiple of the better of its rivals'."""
+    default, *others = outcomes
+    return default.tokens_per_s / max(other.tokens_per_s for other in others)
+
+
+def tally(ratios: Sequence[float]) -> str:
+    worst, *_, best = sorted([*ratios, *ratios])
+    return (
+        f"{len(ratios)} configurations, lost in {sum(r < 1 for r in ratios)}; against the better "
+        f"of {' and '.join(RIVALS)} {100 * (worst - 1):+.2f} % at worst, "
+        f"{100 * (statistics.median(ratios) - 1):+.1f} % in the middle, "
+        f"{100 * (best - 1):+.0f} % at best"
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
     drawn: list[tuple[str, list[Outcome]]] = []
+    ratios: list[float] = []
+    names = ("default", *RIVALS) if args.lost else tuple(CONTENDERS)
     for name, routing in workloads(args).items():
         print(f"\n{name}: {len(routing)} tokens, {routing.shape[1]} layers, {args.experts} experts")
         print("\n| machine | resident | batch | policy | tok/s | misses | GB/token link | CPU |")
@@ -133,11 +163,18 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for machine, size in machines(args, batch):
                     outcomes = []
                     for outcome in compare(
-                        used, machine, num_slots=num_slots, expert_bytes=size, batch=batch
+                        used, machine, names, num_slots=num_slots, expert_bytes=size, batch=batch
                     ):
-                        print(row(machine.name, budget, batch, outcome), flush=True)
                         outcomes.append(outcome)
+                        if not args.lost:
+                            print(row(machine.name, budget, batch, outcome), flush=True)
+                    if args.lost:
+                        ratios.append(ratio(outcomes))
+                        for outcome in outcomes if ratios[-1] < 1 else ():
+                            print(row(machine.name, budget, batch, outcome), flush=True)
                     drawn.append((f"{machine.name} {budget:g} % x{batch}", outcomes))
+    if args.lost:
+        print(f"\n{tally(ratios)}")
     if args.plot:
         args.plot.write_text(plot(drawn))
 

@@ -4,12 +4,12 @@ The default policy is the code that serves: ``policy.py`` and ``split.py``. Besi
 other systems do (LRU over the link, a fixed split, everything on the CPU), the same policy with
 every miss over the link, and a bound (Belady's choice, which knows the future). Time of a layer:
 the latest of link and CPU for its misses and the GPU's memory for its hits, and a fixed part.
-Residency is fixed within a step for all, and the default begins as a start does, with full slots.
+The default begins as a start does, with full slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,23 +60,42 @@ def steps_of(routing: np.ndarray, num_experts: int, batch: int) -> np.ndarray:
     return used
 
 
+LEARNT = 0.2  # of a step
+
 # ---- policies -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What the engine measures of a step and gives to the policy."""
+    """What the engine measures and gives to the policy: means over the last tens of steps."""
 
     step_s: float = 0.0
     link_busy_s: float = 0.0
     cpu_busy_s: float = 0.0
-    miss_s: float = 0.0
+    saved_s: float = 0.0  # had each miss alone been a hit
+    misses: float = 0.0
+
+    @property
+    def miss_s(self) -> float:
+        return self.saved_s / self.misses if self.misses else 0.0
+
+    def after(
+        self, step_s: float, link_s: float, cpu_s: float, saved_s: float, misses: int
+    ) -> Timing:
+        seen = (step_s, link_s, cpu_s, saved_s, misses)
+        if not self.step_s:
+            return Timing(*seen)
+        means = (self.step_s, self.link_busy_s, self.cpu_busy_s, self.saved_s, self.misses)
+        return Timing(
+            *(mean + LEARNT * (new - mean) for mean, new in zip(means, seen, strict=True))
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
     on_link: np.ndarray  # [L] misses read over the link
     background: int = 0  # copies that run beside this step
+    missed: np.ndarray | None = None  # [L], where residency changes within the step
 
 
 class Contender(Protocol):
@@ -155,31 +174,46 @@ class Default:
 class LeastRecent:
     """LRU over what ``share`` of the misses the link reads; the rest is computed on the CPU.
 
+    It changes residency layer by layer, as systems do that decide on the host at each miss.
+
     share 1: every miss is fetched. share 0: nothing comes in once the slots are full.
     """
 
     def __init__(self, used: np.ndarray, num_slots: int, share: float) -> None:
         self._num_slots, self._share, self._owed, self._now = num_slots, share, 0.0, 0
+        self._num_used = 0
         self.resident = np.zeros(used.shape[1:], bool)
         self._last = np.zeros(used.shape[1:], np.int64)
 
     def serve(self, used: np.ndarray, last: Timing) -> Served:
         self._now += 1
-        misses = used & ~self.resident
-        filling = self.resident.sum() < self._num_slots and self._share == 0
-        chosen, on_link = misses, misses.sum(1)
-        if self._share < 1:
-            chosen = np.zeros_like(misses)
-            for layer in np.flatnonzero(on_link):
-                self._owed += self._share * on_link[layer]  # carried on: halves are not lost
-                count = min(int(self._owed + 0.5), on_link[layer])
-                self._owed -= count
-                chosen[layer, np.flatnonzero(misses[layer])[:count]] = True
-            on_link = chosen.sum(1)
-        self._last[used] = self._now
-        kept = self.resident | (misses if filling else chosen)
-        self.resident = _best(np.where(kept, self._last, -1).astype(float), self._num_slots, kept)
-        return Served(on_link)
+        on_link, missed = np.zeros((2, len(used)), np.int64)
+        for layer, now in enumerate(used):
+            misses = np.flatnonzero(now & ~self.resident[layer])
+            missed[layer] = len(misses)
+            self._last[layer, now] = self._now
+            if not len(misses):
+                continue
+            on_link[layer] = count = self._on_link(len(misses))
+            filling = self._num_used < self._num_slots and self._share == 0
+            self._take(layer, misses if filling else misses[:count])
+        return Served(on_link, missed=missed)
+
+    def _on_link(self, misses: int) -> int:
+        self._owed += self._share * misses  # carried on: halves are not lost
+        count = min(int(self._owed + 0.5), misses)
+        self._owed -= count
+        return count
+
+    def _take(self, layer: int, experts: np.ndarray) -> None:
+        """Into slots, those of whoever was used least recently: of layers to come, too."""
+        experts = experts[: self._num_slots]
+        lacking = max(0, self._num_used + len(experts) - self._num_slots)
+        if lacking:
+            age = np.where(self.resident, self._last, self._now + 1).ravel()
+            self.resident.reshape(-1)[np.argpartition(age, lacking - 1)[:lacking]] = False
+        self.resident[layer, experts] = True
+        self._num_used += len(experts) - lacking
 
 
 class Belady:
@@ -229,6 +263,7 @@ CONTENDERS: dict[str, MakeContender] = {
     "link-only": lambda used, slots, rates: Default(used, slots, rates, link_only=True),
     "oracle": Belady,
 }
+RIVALS = ("lru-fetch-all", "fixed-split")  # the default must lose to neither
 
 
 # ---- replay ---------------------------------------------------------------------------------
@@ -268,14 +303,18 @@ def simulate(
     for step, now in enumerate(used):
         misses = (now & ~contender.resident).sum(1)
         served = contender.serve(now, timing)
+        misses = misses if served.missed is None else served.missed
         fetched, rest = served.on_link, misses - served.on_link
         at = misses, np.rint(fetched * parts).astype(np.int64)
         link, cpu = link_end[at], cpu_end[at]
         hits_s = (now.sum(1) - misses) * hit_s
         waiting_s = np.maximum(link, cpu)
         alone_s = np.maximum(waiting_s, hits_s).sum() + len(misses) * fixed_s
-        miss_s = np.maximum(waiting_s - hits_s, 0).sum() / max(1, misses.sum())
-        timing = Timing(alone_s, link.sum(), cpu.sum(), miss_s)
+        # of each miss: what its layer would take if it were a hit
+        fewer_s = waiting_s * (1 - 1 / np.maximum(misses, 1))
+        saved_s = np.maximum(waiting_s, hits_s) - np.maximum(fewer_s, hits_s + hit_s)
+        saved_s = (misses * saved_s).sum()
+        timing = timing.after(alone_s, link.sum(), cpu.sum(), saved_s, int(misses.sum()))
         copies = background_allowance(rates, alone_s, link.sum(), cpu.sum(), 1.0).cost_misses
         if step >= skip:
             seconds += alone_s + served.background * copies
@@ -303,10 +342,16 @@ def _layer_times(rates: Rates, most: int, parts: int) -> tuple[np.ndarray, np.nd
 
 
 def compare(
-    used: np.ndarray, machine: Machine, *, num_slots: int, expert_bytes: int, batch: int = 1
+    used: np.ndarray,
+    machine: Machine,
+    names: Iterable[str] = tuple(CONTENDERS),
+    *,
+    num_slots: int,
+    expert_bytes: int,
+    batch: int = 1,
 ) -> Iterator[Outcome]:
-    """One outcome per policy, the default first."""
-    for name in CONTENDERS:
+    """One outcome per policy, in the order of ``names``."""
+    for name in names:
         yield simulate(
             used,
             name,

@@ -40,6 +40,7 @@ class Allowance:
 
     fills: float  # how many, on average: a fraction is saved up
     cost_misses: float  # what one fill slows the step, counted in average misses
+    worth: bool = True  # a miss less makes the step faster
 
 
 def finish_s(rates: Rates, on_link: float, on_cpu: float) -> tuple[float, float]:
@@ -149,11 +150,12 @@ def background_allowance(
 
     Args:
         link_busy_s, cpu_busy_s: how long each path worked during the step.
-        miss_s: what one more miss costs the step, in seconds; 0 where hits take longer anyway.
+        miss_s: what one more miss costs the step, in seconds. 0 or less where hits take longer
+            anyway: nothing that comes in is worth its slot.
     """
     if not rates.link_experts_per_s or step_s <= 0:
         return Allowance(0.0, 0.0)
     copy_s = 1 / rates.link_experts_per_s
     fills = 0.75 * max(0.0, step_s - link_busy_s) / copy_s
     slowed_s = copy_s * (link_busy_s + (1 - rates.cpu_beside_link) * cpu_busy_s) / step_s
-    return Allowance(fills, slowed_s / max(miss_s, NO_MISS_S))
+    return Allowance(fills, slowed_s / max(miss_s, NO_MISS_S), miss_s > 0)

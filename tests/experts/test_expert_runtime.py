@@ -227,7 +227,7 @@ def test_prefill_admits_the_hottest_of_what_it_streamed(pool):
 
 def test_shrinking_keeps_the_most_valuable(pool):
     runtime = ExpertRuntime(SPEC, LAYOUT, pool, OPS, 4, allowance=Allowance(0, 0))
-    for n in range(12):
+    for n in range(40):  # for long nothing was wanted
         ids = torch.tensor([[0, 1]] if n % 4 else [[2, 3]], dtype=torch.int32)
         runtime.forward(LAYERS[0], torch.zeros(1, H), ids, torch.ones(1, K))
         runtime.safe_point()

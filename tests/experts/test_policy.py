@@ -103,6 +103,38 @@ def test_little_moves_when_routing_is_even():
     assert swaps < 0.1 * 4 * 300  # a tenth of what the allowance would carry
 
 
+def test_values_that_tell_nothing_are_not_trusted():
+    """Even routing: what estimates say of the next step is noise. A skewed router's are true."""
+    random = np.random.default_rng(1)
+    for odds, lowest, highest in ((0.3, 0.0, 0.15), (random.random((4, 64)) ** 3, 0.8, 1.0)):
+        state = policy.new_state(4, 64, 8)
+        for _ in range(300):
+            policy.observe(state, TUNING, random.random((4, 64)) < odds)
+        assert lowest <= state.trust <= highest
+
+
+def test_where_misses_cost_nothing_nothing_comes_in_but_now_and_then():
+    state = policy.new_state(1, 8, 2)
+    resident = np.array([[True] * 4 + [False] * 4])
+    fills = 0
+    for _ in range(4 * TUNING.max_quiet_steps):
+        policy.observe(state, TUNING, ~resident)
+        plan = policy.plan(state, TUNING, resident, ~resident, 0, 0, Allowance(4, 0, worth=False))
+        assert not plan.admit.any()
+        fills += len(plan.fill)
+    assert fills == 4
+
+
+def test_favourites_of_before_leave_in_the_order_of_their_last_use():
+    state = policy.new_state(1, 3, 1)
+    for _ in range(500):
+        policy.observe(state, TUNING, np.array([[1, 1, 0]]))
+    for step in range(100):
+        policy.observe(state, TUNING, np.array([[0, step < 20, 1]]))
+    never_more, a_while_longer, now = policy.value(state, TUNING)[0]
+    assert never_more < a_while_longer < 0.05 < now
+
+
 def test_value_follows_a_change_of_text_within_tens_of_steps():
     state = policy.new_state(1, 4, 1)
     for _ in range(2000):
