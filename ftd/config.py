@@ -111,12 +111,13 @@ class Config:
         "fills up. auto: a share of what is free beside the experts; 0: none. The CPU device has "
         "its KV in host memory already.",
     )
-    vram: Amount | None = setting(
+    vram: Amount | Auto | None = setting(
         None,
-        kinds.amount(),
+        kinds.amount(auto=True),
         "Budget of GPU memory: all that the driver shows for the process, in bytes or as a share "
-        "of the GPU's memory. On the CPU device: ordinary memory for KV and expert slots, a share "
-        "of what is free beside the weights; giving it turns slots on.",
+        "of the GPU's memory; auto: what other processes leave, followed while serving. On the CPU "
+        "device: ordinary memory for KV and expert slots, a share of what is free beside the "
+        "weights; giving it turns slots on.",
         default_text="most of what is free on the GPU",
     )
     expert_slots: int | Auto = setting(

@@ -152,14 +152,20 @@ def size(low: int, high: int, *, auto: bool = False) -> Kind:
     return Kind(SIZE_EXAMPLES, parse, "SIZE")
 
 
-def amount() -> Kind:
-    def parse(value: Any, typed: bool) -> Amount:
+def amount(*, auto: bool = False) -> Kind:
+    def parse(value: Any, typed: bool) -> Amount | str:
+        if auto and value == "auto":
+            return "auto"
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return Amount(bytes=value)
         if not isinstance(value, str):
             raise ValueError
         return parse_amount(value)
 
+    if auto:
+        return Kind(
+            f"{SIZE_EXAMPLES}, a percentage such as 90%, or auto", parse, "SIZE|PERCENT|auto"
+        )
     return Kind(f"{SIZE_EXAMPLES}, or a percentage such as 90%", parse, "SIZE|PERCENT")
 
 

@@ -20,7 +20,7 @@ from ftd.engine.loading import LoadedEngine
 from ftd.engine.observe import Observed, observe
 from ftd.engine.preparing import Prepared, replanner
 from ftd.engine.resize import Resizing, resize
-from ftd.errors import BudgetExceeded, ConfigError
+from ftd.errors import BudgetExceeded
 from ftd.lifecycle.beside import on_thread
 from ftd.lifecycle.served import BudgetDone, MemoryUse, Reads
 from ftd.lifecycle.succession import Footprint
@@ -29,7 +29,7 @@ from ftd.memory.budget import Bounds, Planner, least_budget, plan_change, settin
 from ftd.memory.change import Change
 from ftd.memory.plan import MIN_CONTEXT_TOKENS, MemoryPlan
 from ftd.memory.vram import staging_beside
-from ftd.memory.yielding import Calm, next_budget
+from ftd.memory.yielding import Calm, next_budget, no_gpu_to_share
 from ftd.units import Amount, format_bytes
 
 log = structlog.get_logger(__name__)
@@ -50,7 +50,7 @@ class ElasticMemory:
         self._most_pages = loaded.most_pages
         # captured steps have page tables for so many
         self._most_context = self._plan.context_tokens if self._plan.vram else prepared.spec.context
-        self._yields = False  # to what other processes take of the GPU
+        self._yields = config.vram == "auto"  # to what other processes take of the GPU
         self._calm = Calm()
         self._refused = ""  # the last reason for which others got no memory, or took none
         self._changing = asyncio.Lock()
@@ -113,11 +113,7 @@ class ElasticMemory:
 
     async def _apply(self, change: Change) -> BudgetDone:
         if change.vram == "auto" and self._plan.vram is None:
-            raise ConfigError(
-                "--vram auto leaves to other processes what they take of the GPU, and no GPU is "
-                "in use",
-                hint="use --vram SIZE",
-            )
+            raise no_gpu_to_share()
         config = settings_for(self.config, change, self.plan)
         numbers = change.kv_tokens is not None or change.expert_slots is not None
         auto = change.auto or (self.auto and not numbers)
@@ -151,7 +147,7 @@ class ElasticMemory:
         budget = plan.kv_bytes + plan.slots_bytes
         if plan.vram:
             budget += plan.vram.budget_bytes - plan.vram.total_bytes
-        elif config.vram:
+        elif isinstance(config.vram, Amount):
             budget = config.vram.of(plan.most_vram_bytes)
         least = MIN_CONTEXT_TOKENS if config.context == "auto" else config.context
         staging_bytes = self._staging_to_come(plan) * plan.record_bytes

@@ -22,6 +22,7 @@ from ftd.kv.windowing import Windowing, windowing
 from ftd.memory import vram
 from ftd.memory.machine import Gpu, Machine
 from ftd.memory.workspace import workspace_bytes
+from ftd.memory.yielding import no_gpu_to_share
 from ftd.model.spec import ModelSpec, MoeSpec
 from ftd.units import MiB, format_bytes, format_count, parse_size, size_above, size_below
 
@@ -485,6 +486,8 @@ class _Planner:
         vram = self.config.vram
         if vram is None:
             return free
+        if vram == "auto":
+            raise no_gpu_to_share()
         budget = vram.of(free)
         if budget > free:
             said = f"{format_bytes(free)} is free beside the weights"

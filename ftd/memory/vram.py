@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from ftd.config import Config, flag
 from ftd.errors import BudgetExceeded
+from ftd.memory import yielding
 from ftd.memory.machine import Gpu
 from ftd.units import MiB, format_bytes, format_count, size_above, size_below
 
@@ -88,6 +89,8 @@ def budget_bytes(config: Config, gpu: Gpu) -> int:
     Raises:
         BudgetExceeded: more than the GPU has free.
     """
+    if config.vram == "auto":  # as much stays free as is kept free from then on
+        return max(0, gpu.free_bytes - yielding.SPARE_BYTES)
     if config.vram is None:
         return gpu.free_bytes - max(SPARE_BYTES, int(SPARE_SHARE * gpu.total_bytes))
     budget = config.vram.of(gpu.total_bytes)

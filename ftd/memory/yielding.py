@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ftd.errors import ConfigError
 from ftd.units import MiB
 
 SPARE_BYTES = 1024 * MiB  # kept free for whoever comes; the budget is brought back to this
@@ -51,6 +52,13 @@ def next_budget(
         return None, calm
     found = min(target, _stepped(total_bytes))
     return (found if found > budget_bytes else None), Calm()
+
+
+def no_gpu_to_share() -> ConfigError:
+    return ConfigError(
+        "--vram auto leaves to other processes what they take of the GPU, and no GPU is in use",
+        hint="use --vram SIZE",
+    )
 
 
 def _stepped(num_bytes: int) -> int:

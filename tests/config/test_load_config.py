@@ -75,6 +75,8 @@ def test_every_setting_has_the_same_name_everywhere(tmp_path):
     by_env = load_config({}, {"FTD_" + k.upper(): v for k, v in text.items()})
     assert load_config(flags, {}) == by_file == by_env
     assert by_file.vram == Amount(percent=90)
+    assert load_config({"vram": "auto"}, {}).vram == "auto"
+    assert load_config({}, {"FTD_VRAM": "auto"}).vram == "auto"
     assert by_file.fault == FaultSpec(step=3, load=1, slow_s=0.05)
     assert len(list(by_env.changed())) == len(typed)
 

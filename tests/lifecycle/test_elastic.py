@@ -22,7 +22,7 @@ from ftd.memory.change import Change
 from ftd.memory.machine import Gpu
 from ftd.memory.plan import plan_memory
 from ftd.memory.yielding import Calm
-from ftd.units import GiB, MiB
+from ftd.units import Amount, GiB, MiB
 
 MODEL = Path(__file__).parents[1] / "data" / "oracles" / "qwen3_moe"
 PROMPT = tuple(3 + i % 400 for i in range(600))
@@ -151,6 +151,17 @@ async def test_what_others_take_of_the_gpu_is_yielded_and_taken_back(memory, on_
     back = await look_often(memory)
     assert back.total_bytes == quiet.total_bytes
     assert memory.moves
+
+
+async def test_a_start_with_vram_auto_yields_until_a_size_is_asked_for(memory, on_gpu):
+    assert not memory.moves
+    loaded = SimpleNamespace(handle=memory._engine, most_pages=memory._most_pages)
+    started = ElasticMemory(replace(memory.config, vram="auto"), memory._prepared, loaded)
+    assert started.moves
+    await started.apply(Change(kv_tokens=256))
+    assert started.moves
+    await started.apply(Change(vram=Amount(bytes=2 * GiB)))
+    assert not started.moves
 
 
 async def test_no_more_is_yielded_than_can_be(memory, on_gpu):

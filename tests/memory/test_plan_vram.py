@@ -11,6 +11,7 @@ from ftd.errors import BudgetExceeded, ConfigError
 from ftd.kernels.formats import FORMATS, expert_layout
 from ftd.memory.machine import Gpu, Machine
 from ftd.memory.plan import plan_memory
+from ftd.memory.yielding import SPARE_BYTES
 from ftd.model.spec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec
 from ftd.units import Amount, GiB, MiB
 
@@ -49,6 +50,15 @@ def test_the_budget_counts_everything_the_process_takes():
     assert p.vram.total_bytes > 8 * GiB - LAYOUT.record_bytes
     half = plan(24 * GiB, Config(vram=Amount(percent=50)))
     assert half.vram.budget_bytes == 12 * GiB
+
+
+def test_auto_leaves_what_is_kept_free_for_others():
+    p = plan(24 * GiB, Config(vram="auto"))
+    assert p.vram.budget_bytes == 24 * GiB - 500 * MiB - SPARE_BYTES
+    assert p.vram.total_bytes <= p.vram.budget_bytes
+    with pytest.raises(ConfigError, match="no GPU is in use") as refused:
+        plan_memory(QWEN_30B, LAYOUT, DENSE_BYTES, Config(vram="auto"), HOST)
+    assert refused.value.hint == "use --vram SIZE"
 
 
 def test_the_host_keeps_the_pool_and_nothing_of_the_gpu():
