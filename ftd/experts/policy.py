@@ -236,7 +236,7 @@ def plan(
     admits = allowance.worth and trust >= tuning.least_trust
     empty = min(most_empty, int(state.demand + NEARLY)) if admits else 0
     state.credit = min(state.credit + allowance.fills, max(1.0, 2 * allowance.fills))
-    state.quiet_steps = 0 if wanted else state.quiet_steps + 1
+    state.quiet_steps = 0 if wanted and admits else state.quiet_steps + 1
     overdue = state.quiet_steps >= tuning.max_quiet_steps
 
     candidates = min(max(int(state.credit), int(overdue)), most_empty + num_free)

@@ -87,6 +87,23 @@ def test_admission_never_stops_however_dear_a_fill_is():
     assert fills == 4
 
 
+def test_admission_never_stops_where_values_tell_nothing():
+    """Misses that would be stored do not count as long as no slot is empty for them."""
+    random = np.random.default_rng(2)
+    state = policy.new_state(4, 64, 8)
+    resident = np.zeros((4, 64), bool)
+    resident[:, :32] = True
+    for _ in range(100):
+        policy.observe(state, TUNING, random.random((4, 64)) < 0.3)
+    assert state.trust < TUNING.least_trust
+    fills = 0
+    for _ in range(4 * TUNING.max_quiet_steps):
+        used = random.random((4, 64)) < 0.3
+        policy.observe(state, TUNING, used)
+        fills += len(policy.plan(state, TUNING, resident, used, 0, 3, Allowance(2, 1)).fill)
+    assert 1 <= fills <= 4
+
+
 def test_little_moves_when_routing_is_even():
     """Estimates of equal experts differ by noise alone; swapping them would only cost."""
     random = np.random.default_rng(0)
