@@ -1,7 +1,7 @@
 """The numerics contract for families whose layers do what Qwen3-MoE's do not.
 
 Granite scales what blocks add and stacks its experts; gpt-oss has sinks, a window in some layers,
-biases and four-bit experts. One run has batches, small chunks, a few slots that change their experts,
+biases and four-bit experts. One run has batches, small chunks, a few slots that are emptied,
 too few pages and what an earlier run left in the cache.
 """
 
