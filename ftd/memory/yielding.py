@@ -56,8 +56,8 @@ def next_budget(
 
 def no_gpu_to_share() -> ConfigError:
     return ConfigError(
-        "--vram auto leaves to other processes what they take of the GPU, and no GPU is in use",
-        hint="use --vram SIZE",
+        "--vram auto leaves to other processes what they take of the GPU, and ftd uses none",
+        hint="leave --vram out, or use --vram SIZE",
     )
 
 

@@ -92,7 +92,7 @@ async def test_numbers_end_it(memory):
 
 async def test_refused_without_a_gpu_and_nothing_changes(memory):
     before = memory._engine.status()
-    with pytest.raises(ConfigError, match="no GPU"):
+    with pytest.raises(ConfigError, match="uses none"):
         await memory.apply(Change(vram="auto"))
     with pytest.raises(ConfigError, match="either"):
         await memory.apply(Change(auto=True, expert_slots=3))

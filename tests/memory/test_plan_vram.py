@@ -56,9 +56,9 @@ def test_auto_leaves_what_is_kept_free_for_others():
     p = plan(24 * GiB, Config(vram="auto"))
     assert p.vram.budget_bytes == 24 * GiB - 500 * MiB - SPARE_BYTES
     assert p.vram.total_bytes <= p.vram.budget_bytes
-    with pytest.raises(ConfigError, match="no GPU is in use") as refused:
+    with pytest.raises(ConfigError, match="ftd uses none") as refused:
         plan_memory(QWEN_30B, LAYOUT, DENSE_BYTES, Config(vram="auto"), HOST)
-    assert refused.value.hint == "use --vram SIZE"
+    assert refused.value.hint == "leave --vram out, or use --vram SIZE"
 
 
 def test_the_host_keeps_the_pool_and_nothing_of_the_gpu():
