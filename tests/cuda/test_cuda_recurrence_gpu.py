@@ -7,7 +7,15 @@ import random
 import pytest
 import torch
 from cuda_core import cuda_core
-from driving import answer_all, answer_interrupted, comparable, engine_core, request
+from driving import (
+    answer_all,
+    answer_interrupted,
+    check_tokens_cold_and_resumed,
+    comparable,
+    engine_core,
+    request,
+    tokens_of,
+)
 from test_recurrence import (  # noqa: F401
     VOCAB,
     alone,
@@ -22,10 +30,6 @@ pytestmark = [
 ]
 
 
-def tokens_of(answers):
-    return {name: answer[0] for name, answer in answers.items()}
-
-
 @pytest.mark.parametrize("pinned", [True, False])
 @pytest.mark.parametrize(("max_running", "chunk"), [(1, 256), (3, 7), (8, 50)])
 def test_tokens_equal_those_of_the_cpu(model, alone, max_running, chunk, pinned):  # noqa: F811
@@ -35,10 +39,7 @@ def test_tokens_equal_those_of_the_cpu(model, alone, max_running, chunk, pinned)
         model, slots=5, pinned=pinned, ops=CudaOps(), device="cuda:0",
         max_running=max_running, prefill_chunk=chunk,
     ) as core:  # fmt: skip
-        assert tokens_of(comparable(answer_all(core, requests()))) == tokens_of(alone)
-        again = answer_all(core, requests())
-        assert tokens_of(comparable(again)) == tokens_of(alone)
-        assert sum(answer.reused for answer in again.values()) > 100
+        check_tokens_cold_and_resumed(core, requests(), alone, least_reused=100)
         check_states_at_rest(core)
 
 

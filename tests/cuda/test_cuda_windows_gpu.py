@@ -5,17 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from cuda_core import cuda_core
-from driving import answer_all, answer_interrupted, comparable
+from driving import answer_interrupted, check_tokens_cold_and_resumed, comparable, tokens_of
 from test_windows import alone, check_at_rest, model, requests  # noqa: F401
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-
-
-def tokens_of(answers):
-    return {name: answer[0] for name, answer in answers.items()}
 
 
 @pytest.mark.parametrize("pinned", [True, False])
@@ -28,10 +24,7 @@ def test_tokens_equal_those_of_the_cpu(model, alone, max_running, chunk, pinned)
         max_running=max_running, prefill_chunk=chunk,
     ) as core:  # fmt: skip
         assert core.kv.windows is not None
-        assert tokens_of(comparable(answer_all(core, requests()))) == tokens_of(alone)
-        again = answer_all(core, requests())
-        assert tokens_of(comparable(again)) == tokens_of(alone)
-        assert sum(answer.reused for answer in again.values()) > 300
+        check_tokens_cold_and_resumed(core, requests(), alone, least_reused=300)
         check_at_rest(core)
 
 

@@ -95,6 +95,24 @@ def comparable(answers: Mapping[str, Answer]) -> dict[str, tuple]:
     return {n: (a.tokens, a.logprobs, a.finish, a.error) for n, a in answers.items()}
 
 
+def tokens_of(found: Mapping[str, tuple]) -> dict[str, list[int]]:
+    """Of what ``comparable`` tells: on a GPU log-probabilities are equal but for rounding."""
+    return {name: answer[0] for name, answer in found.items()}
+
+
+def check_tokens_cold_and_resumed(
+    core: EngineCore,
+    requests: Iterable[EngineRequest],
+    alone: Mapping[str, tuple],  # as of ``answer_alone``
+    least_reused: int,  # the second time, of all requests together
+) -> None:
+    requests = tuple(requests)
+    assert tokens_of(comparable(answer_all(core, requests))) == tokens_of(alone)
+    again = answer_all(core, requests)
+    assert tokens_of(comparable(again)) == tokens_of(alone)
+    assert sum(answer.reused for answer in again.values()) > least_reused
+
+
 def answer_alone(path: Path, requests: Iterable[EngineRequest]) -> dict[str, tuple]:
     """Each request by itself on an engine whose cache is empty."""
     found: dict[str, tuple] = {}
