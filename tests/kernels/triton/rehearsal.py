@@ -113,11 +113,12 @@ def start_on_gpu(name: str) -> dict[str, object]:
             yield
         rehearsing = False
 
-    def hook(*, repr: str, **_: object) -> None:
-        compiled[rehearsing].append(repr)
+    def compile_ended(*, src, cache_hit: bool, **_: object) -> None:
+        if not cache_hit:
+            compiled[rehearsing].append(src.name)
 
     cuda_runner.compiling = noticed
-    knobs.runtime.jit_post_compile_hook = hook
+    knobs.compilation.listener = compile_ended
     with cuda_core(ORACLES / name, slots=9, ops=CudaOps(), device="cuda:0", fetch_of=[0, 0, 1]):
         pass
     return {"found": len(compiled[True]), "missing": sorted(compiled[False])}
