@@ -22,6 +22,8 @@ def test_no_bit_of_an_answer_changes(name, dtype, monkeypatch):
     """Tokens and log-probabilities of captured steps, of 8 rows in short prompts, then of one.
 
     One request at a time: which rows share a step would depend on when they come, and bits on that.
+    Turn by turn: where a prompt has parted from others a state is kept the next time, so that it
+    begins elsewhere, and is rounded elsewhere.
     """
     from ftd.kernels.triton import launch
     from ftd.kernels.triton.ops import CudaOps
@@ -29,17 +31,15 @@ def test_no_bit_of_an_answer_changes(name, dtype, monkeypatch):
     if not launch.can_chain(torch.device("cuda:0")):
         pytest.skip("needs a GPU whose launches can be chained")
 
-    def answers(chained: bool, turns: int) -> list[dict[str, tuple]]:
+    def answers(chained: bool) -> list[dict[str, tuple]]:
         monkeypatch.setattr(launch, "can_chain", lambda device: chained)
         with cuda_core(
             ORACLES / name, slots=None, dtype=dtype, ops=CudaOps(), device="cuda:0", max_running=1
         ) as core:
             found = []
-            for _ in range(turns):
+            for _ in range(3):
                 core.tree.clear()
                 found.append(comparable(answer_all(core, requests())))
             return found
 
-    (expected,) = answers(chained=False, turns=1)
-    for found in answers(chained=True, turns=3):
-        assert found == expected
+    assert answers(chained=True) == answers(chained=False)
