@@ -246,8 +246,9 @@ class Config:
     fault: FaultSpec = setting(
         FaultSpec(),
         kinds.fault(),
-        "For tests: fail in the N-th step (step:N) or load (load:N), slow steps (slow:50ms), "
-        "a CPU that stops answering the GPU (stuck:N).",
+        "For tests: in the N-th step fail (step:N), find no memory (memory:N), lose the GPU "
+        "(gpu:N), or have a CPU that stops answering it (stuck:N); fail in the N-th load (load:N); "
+        "slow steps (slow:50ms).",
         default_text="none",
     )
     # Who gave each value that is not a default, for messages: "--context", "FTD_CONTEXT", ...

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 from click.testing import CliRunner
@@ -7,6 +8,7 @@ from click.testing import CliRunner
 from ftd.cli import main
 from ftd.config import flag, settings
 from ftd.errors import BudgetExceeded
+from ftd.kinds import FaultSpec
 
 
 @pytest.fixture
@@ -27,6 +29,12 @@ def test_help_shows_every_setting_and_its_default(ftd):
     assert text.count("[default:") == len(settings())
     assert "127.0.0.1:1919" in text
     assert "[default: 100s]" in " ".join(text.split())
+
+
+def test_help_names_every_fault(ftd):
+    text = ftd("--help").output
+    for f in fields(FaultSpec):
+        assert f"({f.name.removesuffix('_s')}:" in text
 
 
 def test_flags_reach_the_daemon_and_its_exit_code_is_ours(ftd):
