@@ -284,9 +284,10 @@ def _pool(limits: EngineLimits, engine: EngineStatus | None) -> str:
 
 
 def _speed(engine: EngineStatus) -> str:
+    """While it computes, or last did."""
     return (
-        f"decode {engine.decode_tokens_per_s:.1f} tok/s, "
-        f"prefill {engine.prefill_tokens_per_s:.1f} tok/s, step {engine.step_ms_p50:.2f} ms"
+        f"decode {engine.decode_pace_tokens_per_s:.1f} tok/s, "
+        f"prefill {engine.prefill_pace_tokens_per_s:.1f} tok/s, step {engine.step_ms_p50:.2f} ms"
     )
 
 

@@ -159,6 +159,9 @@ class EngineStatus:
     # rates over the last seconds
     decode_tokens_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
+    # of the last steps that decode, and of those with a prompt: time between them does not count
+    decode_pace_tokens_per_s: float = 0.0
+    prefill_pace_tokens_per_s: float = 0.0
     step_ms_p50: float = 0.0
     rates_from: str = ""  # what the split of missed experts follows from; "": it needs no rates
     anchors: AnchorTotals = field(default=AnchorTotals())

@@ -77,6 +77,8 @@ def status(
         expert_evicted=experts.evicted,
         decode_tokens_per_s=meter.decode_tokens_per_s(),
         prefill_tokens_per_s=meter.prefill_tokens_per_s(),
+        decode_pace_tokens_per_s=meter.decode.tokens_per_s(),
+        prefill_pace_tokens_per_s=meter.prefill.tokens_per_s(),
         step_ms_p50=meter.step_ms_p50(),
         rates_from=rates_from,
         anchors=anchors,

@@ -10,8 +10,27 @@ WINDOW_S = 5.0
 STEPS = 64  # of which the median step time is taken
 
 
+class Pace:
+    """Tokens a second over the last seconds of work of one kind, however long ago that was."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[int, float]] = deque()  # tokens, seconds
+        self._seconds = 0.0
+
+    def step(self, tokens: int, seconds: float) -> None:
+        self._steps.append((tokens, seconds))
+        self._seconds += seconds
+        while self._seconds - self._steps[0][1] >= WINDOW_S:
+            self._seconds -= self._steps.popleft()[1]
+
+    def tokens_per_s(self) -> float:
+        seconds = sum(step[1] for step in self._steps)
+        return sum(step[0] for step in self._steps) / seconds if seconds > 0 else 0.0
+
+
 class Meter:
     def __init__(self, clock: Callable[[], float]) -> None:
+        self.decode, self.prefill = Pace(), Pace()
         self._clock = clock
         self._steps: deque[tuple[float, int, int]] = deque()  # end, tokens drawn, prompt tokens
         self._seconds: deque[float] = deque(maxlen=STEPS)
@@ -20,6 +39,10 @@ class Meter:
         now_s = self._clock()
         self._steps.append((now_s, drawn, prompt_tokens))
         self._seconds.append(seconds)
+        if prompt_tokens:
+            self.prefill.step(prompt_tokens, seconds)
+        else:
+            self.decode.step(drawn, seconds)
         self._forget(now_s)
 
     def decode_tokens_per_s(self) -> float:
