@@ -105,6 +105,7 @@ class TestCommands:
         assert rows["model"] == "a from /models/a"
         assert rows["limits"] == "context 64, pool 128 tokens, 4 running, 8 waiting"
         assert rows["experts"] == "4 of 8 slots, 75% hits"
+        assert rows["speed"] == "decode 240.0 tok/s, prefill 0.0 tok/s, step 8.30 ms"
         assert all(len(line) <= 80 for line in done.stdout.splitlines())
         assert "\x1b" not in done.stdout
 

@@ -133,6 +133,7 @@ class ScriptedEngine:
             expert_hits=3,
             expert_misses=1,
             decode_tokens_per_s=120.5,
+            decode_pace_tokens_per_s=240.0,
             step_ms_p50=8.3,
             finished=self.finished,
             requests=tuple(
