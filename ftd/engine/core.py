@@ -132,6 +132,7 @@ class EngineCore:
         self.wake: Callable[[], None] = lambda: None  # from any thread: there is work again
         self.rates = Rates()
         self.totals = Totals()
+        self._trials = Totals()  # of requests that nobody has asked
         self._waiting: dict[str, Answering] = {}  # in order of arrival
         self._running: dict[str, Answering] = {}
         self._prefilling: frozenset[str] = frozenset()  # in the pass that runs now
@@ -166,10 +167,11 @@ class EngineCore:
         if answering is None:
             return False
         self.held.give_back(answering.sequence, answered=finish is Finish.STOP)
+        totals = self._totals_of(answering)
         if finish is Finish.STOP:
-            self.totals.finished += 1
+            totals.finished += 1
         else:
-            self.totals.cancelled += 1
+            totals.cancelled += 1
         return True
 
     def has_work(self) -> bool:
@@ -463,7 +465,7 @@ class EngineCore:
             sequence = answering.sequence
             if sequence.reused is None:  # or it was preempted, and comes back
                 answering.begins(ended[answering.key], self.held.resumed(sequence))
-                self.totals.reused_tokens += sequence.computed
+                self._totals_of(answering).reused_tokens += sequence.computed
 
     def _runs(self, plan: StepPlan) -> list[tuple[Answering, int]]:
         """What the plan runs, and how many tokens of it."""
@@ -532,7 +534,7 @@ class EngineCore:
             self.held.give_back(sequence)  # what is computed is sound
         else:
             self.held.throw_away(sequence)
-        self.totals.failed += 1
+        self._totals_of(answering).failed += 1
         return Output(key, finish=Finish.ERROR, error=cause)
 
     def _answer(self, answering: Answering, draw: Draw | EngineFailed) -> Output:
@@ -541,13 +543,14 @@ class EngineCore:
             return self._fail(answering, draw)
         first = not answering.announced
         output = answering.take(draw, self._most_output(sequence))
-        self.totals.output_tokens += 1
+        totals = self._totals_of(answering)
+        totals.output_tokens += 1
         if first:
             self.held.note_anchors(sequence, request.anchors)
         if output.finish:
             del self._running[request.request_id]
             self.held.give_back(sequence, answered=True)
-            self.totals.finished += 1
+            totals.finished += 1
         elif sequence.computed % self.kv.page_tokens == 0:
             self.held.keep(sequence)
         return output
@@ -559,6 +562,9 @@ class EngineCore:
         return min(sequence.request.max_tokens, room)
 
     # ---- figures
+
+    def _totals_of(self, answering: Answering) -> Totals:
+        return self._trials if answering.request.passing else self.totals
 
     def drop_anchors(self, session: str | None) -> int:
         """Forget what ``session`` alone has used, or all that nobody uses; returns pages freed."""
@@ -582,7 +588,9 @@ class EngineCore:
         if not (beside and known):  # a pass may slow it
             self.rates = self.rates.measured(rows, prompt, seconds)
         self.totals.steps += 1
-        self.totals.prompt_tokens += prompt
+        if prompt:
+            for answering, tokens in step.runs:
+                self._totals_of(answering).prompt_tokens += tokens
         self._meter.step(drawn, prompt, seconds)
         if self.profiling is not None:
             misses = self.experts.counters().misses

@@ -20,7 +20,7 @@ from ftd.schedule.sequence import Sequence
 
 @dataclass(slots=True)
 class Totals:
-    """Since loading."""
+    """Since loading; steps are counted whoever they are for, the others for clients alone."""
 
     steps: int = 0
     prompt_tokens: int = 0

@@ -116,7 +116,8 @@ async def verify(
 
 async def _prompts(engine: EngineHandle, text: TextModel, session: Session) -> list[list[int]]:
     """Of one session. Raises ConfigError: this model cannot hold one of them."""
-    run, room = next(_numbers), engine.limits.context_tokens - ANSWER_TOKENS - 1
+    run, limits = next(_numbers), engine.limits
+    room = min(limits.context_tokens, limits.pool_tokens) - ANSWER_TOKENS - 1
     prompts = []
     for conversation in session.requests:
         rendered = await asyncio.to_thread(text.prompt, _of_run(conversation, run))
@@ -124,8 +125,8 @@ async def _prompts(engine: EngineHandle, text: TextModel, session: Session) -> l
         if len(prompts[-1]) > room:
             raise ConfigError(
                 f"session {session.name!r} has a prompt of {len(prompts[-1])} tokens, "
-                f"{room} is the most with this model",
-                hint="serve it with a larger --context",
+                f"{room} is the most that can be answered now",
+                hint=f"{limits.raised_by} raises the limit" if limits.raised_by else "",
             )
     return prompts
 

@@ -9,6 +9,7 @@ import pytest
 
 from ftd.checkpoint.source import resolve
 from ftd.config import load_config
+from ftd.engine.api import EngineLimits
 from ftd.engine.loading import load_engine
 from ftd.engine.preparing import prepare
 from ftd.errors import ConfigError
@@ -30,7 +31,7 @@ ORACLES = Path(__file__).parent.parent / "data" / "oracles"
 
 @pytest.fixture(scope="module")
 def replayed():
-    """Each session's outcome, on a pool that holds them all."""
+    """Each session's outcome, on a pool that holds them all, and the engine's status after it."""
     path = resolve("demo").path
     flags = {"model": "demo", "device": "cpu", "dtype": "float32", "kv_tokens": "16384"}
     config = load_config(flags, {})
@@ -39,7 +40,7 @@ def replayed():
         loaded = load_engine(config, prepare(path, config), lambda *_: None, lambda: False)
         try:
             found = verify(loaded.handle, TextModel(path), read_sessions())
-            return {done.session: done async for done in found}
+            return {done.session: done async for done in found}, loaded.handle.status()
         finally:
             await loaded.handle.close()
 
@@ -48,12 +49,19 @@ def replayed():
 
 @pytest.mark.parametrize("session", [session.name for session in read_sessions()])
 def test_a_session_is_answered_as_from_cold_and_computes_little_again(replayed, session):
-    done = replayed[session]
+    done = replayed[0][session]
     assert done.checked > 30
     assert (done.unequal, done.max_difference) == (0, 0.0)
     assert done.most_above_ideal <= PAGE_TOKENS
     assert done.recomputed_tokens <= done.ideal_tokens + PAGE_TOKENS
     assert done.recomputed_tokens < 0.75 * done.prompt_tokens
+
+
+def test_what_a_replay_asks_is_not_counted_as_requests_of_clients(replayed):
+    status = replayed[1]
+    assert status.steps > 100
+    assert (status.finished, status.cancelled, status.failed) == (0, 0, 0)
+    assert (status.prompt_tokens, status.reused_tokens, status.output_tokens) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(("family", "spare"), [("qwen3_moe-window", 16), ("qwen3_next", 64)])
@@ -115,12 +123,18 @@ def test_a_recording_is_read_alike_every_time():
     assert all(isinstance(s, Session) and s.requests for s in first)
 
 
-def test_what_the_model_cannot_hold_is_refused_before_anything_is_asked():
-    engine = SimpleNamespace(limits=SimpleNamespace(context_tokens=690))  # cannot be asked
+@pytest.mark.parametrize(
+    ("context_tokens", "pool_tokens", "hint"),
+    [(690, 4096, "--context"), (4096, 690, "--kv-tokens")],
+)
+def test_what_cannot_be_held_is_refused_before_anything_is_asked(context_tokens, pool_tokens, hint):
+    limits = EngineLimits(context_tokens, pool_tokens, 1, 1, vocab=512, trained_tokens=4096)
+    engine = SimpleNamespace(limits=limits)  # cannot be asked
 
     async def run():
         async for _ in verify(engine, TextModel(resolve("demo").path), read_sessions()):
             pass
 
-    with pytest.raises(ConfigError, match=r"two sub-agents.* 683 is the most"):
+    with pytest.raises(ConfigError, match=r"two sub-agents.* 683 is the most") as refusal:
         asyncio.run(run())
+    assert refusal.value.hint == f"{hint} raises the limit"
