@@ -232,6 +232,8 @@ def budget(result: p.BudgetResult, paint: Paint) -> list[str]:
         _change("KV tokens", result.kv_tokens_were, result.kv_tokens),
         f"paused {format_seconds(result.paused_ms / 1000)}",
     ]
+    if result.context_tokens != result.context_tokens_were:
+        words.insert(2, _change("context", result.context_tokens_were, result.context_tokens))
     took = [
         (result.experts_evicted, "experts evicted"),
         (result.pages_evicted, "cached pages dropped"),

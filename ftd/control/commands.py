@@ -219,6 +219,7 @@ class LifecycleCommands:
         change = read_change(asked)
         served = self._lifecycle.model
         auto_was = served is not None and served.memory.auto
+        context_was = served.engine.limits.context_tokens if served else 0
         done = None if change == Change() else await self._lifecycle.budget(change)
         model = self._lifecycle.current()
         now = model.engine.status()
@@ -232,6 +233,8 @@ class LifecycleCommands:
             auto=model.memory.auto,
             auto_was=auto_was,
             kv_tokens_most=model.engine.limits.pool_tokens,
+            context_tokens=model.engine.limits.context_tokens,
+            context_tokens_were=context_was,
             **facts,
             paused_ms=paused_ms,
             plan=tuple(model.memory.table().split("\n")),

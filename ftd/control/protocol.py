@@ -216,6 +216,8 @@ class BudgetResult:
     kv_tokens_most: int  # what the pool may grow to
     slots: int
     slots_were: int
+    context_tokens: int = 0  # most of one sequence; 0: an older ftd does not say
+    context_tokens_were: int = 0
     pages_evicted: int = 0  # of the prefix cache
     pages_moved: int = 0
     experts_evicted: int = 0

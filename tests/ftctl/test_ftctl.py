@@ -220,6 +220,8 @@ class TestCommands:
             assert ftctl("budget").stdout.splitlines()[-1] == by_need
             ended = ftctl("budget", "--kv-tokens", "128").stdout
             assert ended.splitlines()[-1] == "no longer divided by need"
+            assert "context" not in ended
+            assert ", context 64 -> 32, paused" in ftctl("budget", "--kv-tokens", "32").stdout
 
     @pytest.mark.parametrize(
         ("words", "said"),

@@ -7,7 +7,7 @@ import mmap
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ftd.engine.api import EngineLimits, EngineStatus, Finish, Output, RequestInfo
@@ -206,6 +206,9 @@ class ScriptedMemory:
         await asyncio.sleep(0)
         were, self.auto = self.engine.slots, change.auto
         self.engine.slots = were if change.expert_slots is None else change.expert_slots
+        if isinstance(change.kv_tokens, int):
+            limits = self.engine.limits
+            self.engine.limits = replace(limits, context_tokens=min(64, change.kv_tokens))
         return BudgetDone(128, 128, self.engine.slots, were, 0, 0, 2, 1, 0.0384)
 
     @property
