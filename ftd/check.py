@@ -1,6 +1,7 @@
 """``ftd --check``: what a start would do and what would hinder it, from headers alone.
 
-Touches nothing: no weight is read, no file is made; ports, sockets and folders are only tried.
+Touches nothing: no weight is read, no file is made; ports, sockets and folders are only tried. One
+that another process has is no hindrance: a check runs beside an ftd that serves.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ from ftd.units import format_bytes, format_count
 
 TIGHT_SHARE = 0.05  # of the available memory, left by the plan: less is called tight
 FEW_DESCRIPTORS = 1024  # a client takes one, a shard of the model another
-BESIDE_HINT = "ftctl check MODEL checks a model for an ftd that runs"
+BESIDE_HINT = (
+    f"{flag('socket')} and {flag('http')} start a second one beside it; ftctl stop ends it, "
+    "ftctl check MODEL asks it"
+)
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 
 
@@ -56,6 +60,7 @@ class Finding:
     severity: Severity
     text: str
     hint: str = ""
+    taken: bool = False  # by another process, for as long as that runs
 
     def __str__(self) -> str:
         return f"{self.severity}: {self.text}" + (f"\n    {self.hint}" if self.hint else "")
@@ -74,6 +79,15 @@ class Report:
     @property
     def starts(self) -> bool:
         return all(f.severity is not Severity.REFUSED for f in self.findings)
+
+    @property
+    def verdict(self) -> str:
+        if not self.starts:
+            return "ftd would not start"
+        when = ", once what is taken is free" if any(f.taken for f in self.findings) else ""
+        if self.source is None:
+            return f"ftd would start to download the model, and then check it{when}"
+        return f"ftd would start{when}"
 
 
 def print_check(config: Config) -> int:
@@ -125,10 +139,7 @@ def report_lines(config: Config, report: Report) -> Iterator[str]:
     yield ""
     for finding in report.findings:
         yield str(finding)
-    if report.starts and report.source is None:
-        yield "ftd would start to download the model, and then check it"
-    else:
-        yield "ftd would start" if report.starts else "ftd would not start"
+    yield report.verdict
 
 
 def _model_lines(prepared: Prepared) -> Iterator[str]:
@@ -186,8 +197,8 @@ def http_findings(address: HttpAddress, *, has_key: bool) -> Iterator[Finding]:
             probe.listen(1)
     except OSError as e:
         refused = Finding.of(not_listening(address, e))
-        beside = f"; {BESIDE_HINT}" if e.errno == errno.EADDRINUSE else ""
-        yield replace(refused, hint=refused.hint + beside)
+        taken = replace(refused, severity=Severity.NOTE, hint=BESIDE_HINT, taken=True)
+        yield taken if e.errno == errno.EADDRINUSE else refused
     if address.host not in LOOPBACK and not has_key:
         yield Finding(
             Severity.WARNING,
@@ -212,12 +223,8 @@ def socket_findings(path: Path) -> Iterator[Finding]:
             Severity.REFUSED, f"{where}: a file that is not a socket is there", "name another path"
         )
     elif _answers(path):
-        yield Finding(
-            Severity.REFUSED,
-            f"{where}: another ftd listens there",
-            f"ftctl stop ends it; {flag('socket')} and {flag('http')} start a second one beside it"
-            f"; {BESIDE_HINT}",
-        )
+        text = f"{where}: another ftd listens there"
+        yield Finding(Severity.NOTE, text, BESIDE_HINT, taken=True)
 
 
 def _answers(path: Path) -> bool:

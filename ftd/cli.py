@@ -56,9 +56,14 @@ def _run(check: bool, profile: bool, **flags: Any) -> None:
 
 def _check(config: Config) -> int:
     put_off("torch")  # a check gets by without; importing it would take longer than all the rest
+    from ftd import log as logs
     from ftd.check import print_check
 
-    return print_check(config)
+    writer = logs.configure(sys.stderr, level="warning")  # stdout is the report's
+    try:
+        return print_check(config)
+    finally:
+        writer.close()
 
 
 def _profile(config: Config) -> NoReturn:

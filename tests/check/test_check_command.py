@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import socket
@@ -12,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import structlog
 from click.testing import CliRunner
 from huggingface_hub import constants
 
@@ -176,11 +178,20 @@ def test_a_port_that_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = HttpAddress("127.0.0.1", server.getsockname()[1])
         (finding,) = http_findings(address, has_key=False)
-    assert finding.severity is Severity.REFUSED
+    assert finding.severity is Severity.NOTE and finding.taken
     assert f"--http {address}: the port is taken" in finding.text
-    assert "--http 127.0.0.1:0 takes any free port" in finding.hint
+    assert "--http start a second one" in finding.hint
     assert "ftctl check MODEL" in finding.hint
     assert list(http_findings(address, has_key=False)) == []  # and is free again
+
+
+def test_a_check_runs_beside_an_ftd_that_serves(config):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        report = examine(replace(config, http=HttpAddress(*server.getsockname())), ROOMY)
+        assert report.starts
+        assert report.verdict == "ftd would start, once what is taken is free"
+        assert list(report_lines(config, report))[-1] == report.verdict
+    assert examine(config, ROOMY).verdict == "ftd would start"
 
 
 def test_a_host_that_is_not_here_and_one_open_to_all():
@@ -201,7 +212,7 @@ def test_places_for_the_socket(tmp_path):
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(path))
         server.listen()
-        assert "another ftd listens there" in texts(socket_findings(path))
+        assert "another ftd listens there" in texts(socket_findings(path), Severity.NOTE)
     assert list(socket_findings(path)) == []  # left behind: ftd takes it over
 
 
@@ -226,11 +237,21 @@ def test_limits_of_the_machine():
     assert "256 file descriptors" in texts(limit_findings(ROOMY, 256))
 
 
-def test_the_command_prints_to_stdout_and_exits_0_or_1(tmp_path):
+@pytest.fixture
+def log_as_before():
+    handlers = logging.getLogger().handlers[:]
+    yield
+    structlog.reset_defaults()
+    logging.getLogger().handlers[:] = handlers
+    logging.captureWarnings(False)
+
+
+def test_the_command_prints_to_stdout_and_exits_0_or_1(tmp_path, log_as_before):
     flags = ["--check", "--http", "127.0.0.1:0", "--socket", str(tmp_path / "s")]
     good = CliRunner().invoke(main, flags)
     if read_machine().available_bytes > GiB:
         assert good.exit_code == 0, good.output
+        assert good.stdout.startswith("ftd ")  # and no line of the log stands before it
         assert good.stdout.endswith("ftd would start\n")
     bad = CliRunner().invoke(main, [*flags, "--model", "/no/such/dir"])
     assert bad.exit_code == 1
