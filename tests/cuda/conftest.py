@@ -3,4 +3,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "engine")]
+# helpers beside these tests, those of the engine's and the models' tests, and the oracle's checks
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS / name) for name in ("cuda", "engine", "model", "oracles")]

@@ -1,4 +1,4 @@
-"""Runs a model without an engine: pages in a fixed shuffle, every expert at hand."""
+"""Runs a model without an engine: pages in a fixed shuffle, every expert at hand; CPU or GPU."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import torch
 
 from ftd.checkpoint.headers import check, read_checkpoint
 from ftd.checkpoint.load import load_weights
+from ftd.cuda.kv import CudaKvCache
+from ftd.cuda.memory import DeviceMemory
+from ftd.cuda.states import CudaStates
 from ftd.experts.host_pool import HostPool
 from ftd.kernels.activation import Activation
 from ftd.kernels.delta import StateSpan
@@ -25,9 +28,30 @@ class PlainExperts:
     def __init__(self, pool: HostPool, ops: Ops, activation: Activation) -> None:
         self._pool, self._ops, self._activation = pool, ops, activation
 
+    def address(self, layer):
+        return self._pool.addresses(layer)
+
     def forward(self, layer, x, ids, weights):
-        address, layout = self._pool.addresses(layer), self._pool.layout
-        return self._ops.moe(x, ids, weights, address, layout, self._activation)
+        layout = self._pool.layout
+        return self._ops.moe(x, ids, weights, self.address(layer), layout, self._activation)
+
+
+class ExpertsOnDevice(PlainExperts):
+    """The same with every record copied to a GPU."""
+
+    def __init__(self, pool: HostPool, ops: Ops, activation: Activation, device) -> None:
+        super().__init__(pool, ops, activation)
+        self._records = {
+            layer: torch.stack(
+                [torch.from_numpy(pool.record(layer, e)) for e in range(pool.num_experts)]
+            ).to(device)
+            for layer in pool.moe_layers
+        }
+
+    def address(self, layer):
+        records = self._records[layer]
+        numbers = torch.arange(len(records), device=records.device)
+        return records.data_ptr() + numbers * records.stride(0)
 
 
 class Recorder:
@@ -61,6 +85,7 @@ class LoneModel:
         num_sequences: int = 1,
         page_tokens: int = 16,
         capacity: int = 256,  # tokens of a sequence
+        device: str = "cpu",
     ) -> None:
         checkpoint = read_checkpoint(directory)
         architecture = architecture_for(checkpoint.config)
@@ -69,20 +94,31 @@ class LoneModel:
         layers = self.spec.moe_layers
         moe = self.spec.layers[layers[0]].mlp
         pool = HostPool(len(layers), moe.num_experts, layout, layers)
-        self.experts = PlainExperts(pool, ops, moe.activation)
         dense = load_weights(
             checkpoint, architecture, self.spec, pool, lambda done, total: None, lambda: False
         )
+        pages = -(-capacity // page_tokens)
+        num_slots = 2 * num_sequences + 1  # two a sequence, in turns, and one to see unused
+        self._device = torch.device(device)
+        if self._device.type == "cpu":
+            self.experts = PlainExperts(pool, ops, moe.activation)
+            self.kv = KvCache(self.spec, num_sequences * pages, page_tokens, dtype)
+            if self.spec.delta_layers:
+                self.kv.states = StateCache(self.spec, num_slots, dtype)
+        else:
+            memory = DeviceMemory(self._device)
+            self.experts = ExpertsOnDevice(pool, ops, moe.activation, self._device)
+            self.kv = CudaKvCache(self.spec, num_sequences * pages, page_tokens, dtype, memory)
+            if self.spec.delta_layers:
+                self.kv.states = CudaStates(self.spec, num_slots, 0, dtype, memory)
+            dense = {name: tensor.to(self._device) for name, tensor in dense.items()}
         self.model = architecture.build(self.spec, dense, ops, dtype)
         assert not dense  # build takes everything
-        pages = -(-capacity // page_tokens)
-        self.kv = KvCache(self.spec, num_sequences * pages, page_tokens, dtype)
-        if self.spec.delta_layers:  # two slots a sequence, in turns, and one to see unused
-            self.kv.states = StateCache(self.spec, 2 * num_sequences + 1, dtype)
         order = torch.randperm(
             num_sequences * pages, generator=torch.Generator().manual_seed(3), dtype=torch.int32
         )
         self._page_tokens = page_tokens
+        order = (order + self.kv.first_page) * self.kv.page_stride
         self._table = order.view(num_sequences, pages)
         self._lengths = [0] * num_sequences
         self._slots = [0] * num_sequences  # which of its two holds a sequence's state
@@ -100,20 +136,16 @@ class LoneModel:
             self._lengths[owner] += len(new)
         owners, at = torch.tensor(sequence), torch.tensor(position)
         place = self._table[owners, at // self._page_tokens].long() * self._page_tokens
-        return self.model.forward(
-            StepInput(
-                ids=torch.tensor(ids),
-                position=at.int(),
-                sequence=owners.int(),
-                place=place + at % self._page_tokens,
-                page_table=self._table,
-                logit_rows=torch.arange(len(ids)),
-                states=tuple(states) if self.spec.delta_layers else (),
-            ),
-            self.kv,
-            self.experts,
-            observer,
+        step = StepInput(
+            ids=torch.tensor(ids),
+            position=at.int(),
+            sequence=owners.int(),
+            place=place + at % self._page_tokens,
+            page_table=self._table,
+            logit_rows=torch.arange(len(ids)),
+            states=tuple(states) if self.spec.delta_layers else (),
         )
+        return self.model.forward(step.to(self._device), self.kv, self.experts, observer)
 
     def _state_span(self, owner: int, begin: int, rows: int) -> StateSpan:
         source = 2 * owner + self._slots[owner] if self._lengths[owner] else None

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from closeness import Run, check_close, closeness, expected_run, run_of
 from lone_model import LoneModel, Recorder
-from oracle_check import Oracle
+from oracle_check import Oracle, Prompt
 from safetensors.torch import load_file, save_file
 
 from ftd.checkpoint.headers import read_checkpoint
@@ -88,18 +90,11 @@ def test_chunks_slots_and_neighbours_change_no_bit(model, oracle, directory, ops
 
 def test_bfloat16_is_close(directory, oracle, ops):
     model = LoneModel(directory, ops, torch.bfloat16)
-    errors = []
-    for prompt in oracle.prompts:
-        seen = Recorder()
-        logits = model.run(prompt.sequence, WAYS["chunks"](len(prompt.sequence)), seen)
-        agrees = torch.ones(len(prompt.sequence), dtype=torch.bool)
-        for layer in oracle.moe_layers:
-            ids = seen.routing(layer)[0].long().sort(-1).values
-            agrees &= (ids == oracle.routing(prompt, layer)[0]).all(-1)
-        assert agrees.float().mean() > 0.9  # in every layer of a row at once
-        error = (logits[prompt.logits_start :] - oracle.logits(prompt)).abs().amax(-1)
-        errors.append(error[agrees[prompt.logits_start :]])
-    assert torch.cat(errors).median() < 0.25
+
+    def found(prompt: Prompt) -> Run:
+        return run_of(model, prompt, WAYS["chunks"](len(prompt.sequence)))
+
+    check_close(closeness(oracle.prompts, found, partial(expected_run, oracle)))
 
 
 def test_chat_template_and_ids_are_those_of_the_oracle(directory, oracle):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from closeness import Run, check_close, closeness, expected_run, run_of
 from lone_model import LoneModel, Recorder
-from oracle_check import Oracle
+from oracle_check import Oracle, Prompt
 
 from ftd.kernels.cpu import native
 from ftd.kernels.ops import Ops
@@ -77,14 +79,8 @@ def test_chunks_and_neighbours_change_no_bit(model, oracle, directory, ops):
 
 def test_bfloat16_is_close(directory, oracle, ops):
     model = LoneModel(directory, ops, torch.bfloat16)
-    for prompt in oracle.prompts:
-        seen = Recorder()
-        logits = model.run(prompt.sequence, [], seen)
-        agrees = torch.ones(len(prompt.sequence), dtype=torch.bool)
-        for layer in oracle.moe_layers:
-            ids, _ = seen.routing(layer)
-            expected_ids, _ = oracle.routing(prompt, layer)
-            agrees &= (ids.long().sort(-1).values == expected_ids).all(-1)
-        assert agrees.float().mean() > 0.9
-        error = (logits - oracle.logits(prompt)).abs().amax(-1)
-        assert error[agrees].mean() < 0.25
+
+    def found(prompt: Prompt) -> Run:
+        return run_of(model, prompt, WAYS["chunks"])
+
+    check_close(closeness(oracle.prompts, found, partial(expected_run, oracle)))

@@ -1,0 +1,92 @@
+"""What a bfloat16 run may differ by from float32: the tolerances of the oracle's README."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from lone_model import LoneModel, Recorder
+from oracle_check import Oracle, Prompt
+
+LOGIT = 0.25  # judged by the median; transformers itself in bfloat16: 0.14 to 0.27
+ROUTER_WEIGHT = 2e-2
+DISAGREED = 0.02  # of the rows that were the same so far
+OTHER_TOKENS = 0.05  # of clear choices: a row looks back at those where a router chose otherwise
+CLEAR = 0.5  # a margin of the best two tokens
+
+
+@dataclass(frozen=True)
+class Run:
+    """``logits``: [T, V] float32, of rows ``begin`` to T alone; ``routing``: ids ascending."""
+
+    logits: torch.Tensor
+    routing: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    begin: int = 0
+
+
+@dataclass(frozen=True)
+class Closeness:
+    """Of rows whose experts are the same in every layer."""
+
+    logit_error: float  # the median over rows of each row's largest
+    weight_error: float  # the mean
+    disagreed: float  # share of the looks at a row that was the same up to there
+    other_tokens: float  # share of greedy tokens, where the choice is clear
+
+
+def expected_run(oracle: Oracle, prompt: Prompt) -> Run:
+    """As transformers computed it."""
+    routing = {layer: oracle.routing(prompt, layer) for layer in oracle.moe_layers}
+    return Run(oracle.logits(prompt), routing, prompt.logits_start)
+
+
+def run_of(model: LoneModel, prompt: Prompt, chunks: Sequence[int]) -> Run:
+    seen = Recorder()
+    logits = model.run(prompt.sequence, chunks, seen).float().cpu()
+    routing = {}
+    for layer in model.spec.moe_layers:
+        ids, weights = seen.routing(layer)
+        ids, order = ids.cpu().long().sort(-1)
+        routing[layer] = ids, weights.float().cpu().gather(-1, order)
+    return Run(logits, routing)
+
+
+def closeness(
+    prompts: Iterable[Prompt],
+    found: Callable[[Prompt], Run],
+    expected: Callable[[Prompt], Run],
+) -> Closeness:
+    """A close call of a router may go the other way; from there on a row differs as it may."""
+    looks = disagreed = other_tokens = compared = 0
+    errors, weight_errors = [], []
+    for prompt in prompts:
+        ours, theirs = found(prompt), expected(prompt)
+        agrees = torch.ones(len(prompt.sequence), dtype=torch.bool)
+        for layer, (ids, weights) in ours.routing.items():
+            same = (ids == theirs.routing[layer][0]).all(-1)
+            looks += int(agrees.sum())
+            disagreed += int((agrees & ~same).sum())
+            agrees &= same
+            weight_errors.append((weights - theirs.routing[layer][1]).abs()[agrees].flatten())
+        begin = max(ours.begin, theirs.begin)
+        difference = ours.logits[begin - ours.begin :] - theirs.logits[begin - theirs.begin :]
+        errors.append(difference.abs().amax(-1)[agrees[begin:]])
+        step = slice(len(prompt.ids) - 1, None)  # rows that decide a token
+        clear = agrees[step] & (torch.tensor(prompt.margins) > CLEAR)
+        other = ours.logits[step].argmax(-1) != torch.tensor(prompt.greedy)
+        other_tokens += int((clear & other).sum())
+        compared += int(clear.sum())
+    return Closeness(
+        float(torch.cat(errors).median()),
+        float(torch.cat(weight_errors).mean()),
+        disagreed / looks,
+        other_tokens / compared,
+    )
+
+
+def check_close(found: Closeness) -> None:
+    assert found.disagreed < DISAGREED, found
+    assert found.weight_error < ROUTER_WEIGHT, found
+    assert found.logit_error < LOGIT, found
+    assert found.other_tokens < OTHER_TOKENS, found
