@@ -17,6 +17,7 @@ from . import guard, openapi, page
 from .chat import read_chat
 from .compaction import read_compaction
 from .completions import read_completion
+from .connection import Runner
 from .errors import NoSuchModel, json_response
 from .exchange import FRONT_END, Api, FrontEnd, counter, handler
 from .hold import ChatHold, CompletionHold, MessagesHold, ResponsesHold
@@ -83,7 +84,7 @@ def make_runner(app: web.Application, *, close_s: float = 0.5) -> web.AppRunner:
         close_s: how long handlers may still run when it is cleaned up.
     """
     log_without_bytes()
-    return web.AppRunner(
+    return Runner(
         app,
         handler_cancellation=True,
         access_log=None,

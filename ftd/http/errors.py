@@ -87,6 +87,10 @@ def error_response(error: FtdError, *, anthropic: bool = False) -> web.Response:
     return json_response(body, status=status, headers=headers)
 
 
+def json_bytes(error: FtdError, *, anthropic: bool) -> bytes:
+    return orjson.dumps(anthropic_error_object(error) if anthropic else error_object(error))
+
+
 def json_response(
     body: Any, *, status: int = 200, headers: dict[str, str] | None = None
 ) -> web.Response:

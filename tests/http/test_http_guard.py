@@ -272,7 +272,7 @@ async def test_what_is_no_http_is_logged_in_a_line_without_its_bytes(front, capl
     reader, writer = await asyncio.open_connection(*front.url.removeprefix("http://").split(":"))
     with capture_logs() as lines:
         writer.write(b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\n" + rest)
-        assert b" 400 " in await reader.readline()
+        assert (await reader.readline()).split()[1] in (b"400", b"431")
         writer.close()
     assert not caplog.records
     assert [line["event"] for line in lines] == ["http.unreadable"]
