@@ -266,6 +266,8 @@ def traced(result: p.TraceResult, file: Path, paint: Paint) -> list[str]:
 
 
 def drained(result: p.DrainResult, paint: Paint) -> list[str]:
+    if result.unloaded:
+        return [f"{result.model} is unloaded: nothing to drain; the next request loads it"]
     return [f"{result.model} drained in {format_seconds(result.waited_s)}; takes no requests"]
 
 

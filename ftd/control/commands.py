@@ -18,7 +18,7 @@ from ftd.control.traffic import between
 from ftd.engine.api import EngineStatus
 from ftd.errors import ConfigError, NotReady, RequestInvalid
 from ftd.lifecycle import Lifecycle
-from ftd.lifecycle.served import BudgetDone, How
+from ftd.lifecycle.served import BudgetDone, How, State
 from ftd.lifecycle.verify import SESSIONS, Verified, read_sessions, verify
 from ftd.memory.change import Change
 
@@ -243,8 +243,10 @@ class LifecycleCommands:
     async def _drain(self, timeout_s: float | None) -> p.DrainResult:
         began_s = time.monotonic()
         await self._lifecycle.drain(self._timeout_s(timeout_s))
-        model = self._lifecycle.model
-        return p.DrainResult(model.name if model else "", round(time.monotonic() - began_s, 3))
+        model, waited_s = self._lifecycle.model, round(time.monotonic() - began_s, 3)
+        if self._lifecycle.state is State.UNLOADED:
+            return p.DrainResult(self._lifecycle.listed().name, waited_s, unloaded=True)
+        return p.DrainResult(model.name if model else "", waited_s)
 
     async def _trace(self, tokens: int, timeout_s: float) -> p.TraceResult:
         def progress(done_bytes: int, total_bytes: int) -> None:

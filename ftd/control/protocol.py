@@ -176,6 +176,7 @@ class ReloadResult:
 class DrainResult:
     model: str
     waited_s: float
+    unloaded: bool = False  # it was: there was nothing to drain, and the next request loads it
 
 
 @dataclass(frozen=True, slots=True)

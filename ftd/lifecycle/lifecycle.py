@@ -195,7 +195,10 @@ class Lifecycle:
         return await self._run("budget", self._budget(change))
 
     async def drain(self, timeout_s: float = DRAIN_TIMEOUT_S) -> None:
-        """Take no new requests and wait for those there are. Raises TimedOut, NotReady."""
+        """Take no new requests and wait for those there are; an unloaded model has none.
+
+        Raises TimedOut, NotReady.
+        """
         await self._run("drain", self._drain(timeout_s))
 
     async def unload(self) -> None:
@@ -419,6 +422,8 @@ class Lifecycle:
         return done
 
     async def _drain(self, timeout_s: float) -> None:
+        if self.state is State.UNLOADED:
+            return
         model = self.model if self.state is State.DRAINING else self.current()
         assert model is not None
         self._stand(State.DRAINING, "the model is being drained", accepting=False)

@@ -205,6 +205,16 @@ class TestCommands:
             assert ftctl("reload", "--cut").exit_code == 0
             assert re.match(r"a drained in ", ftctl("drain").stdout)
 
+    def test_drain_of_an_unloaded_model_says_that_there_is_nothing_to_do(self, path, ftctl):
+        with running(path) as daemon:
+            unload = daemon.lifecycle.unload()
+            asyncio.run_coroutine_threadsafe(unload, daemon.loop).result(5)
+            done = ftctl("drain")
+            assert json.loads(ftctl("drain", "--json").stdout)["unloaded"] is True
+            assert str(daemon.lifecycle.state) == "unloaded"
+        assert (done.exit_code, done.stderr) == (0, "")
+        assert done.stdout == "a is unloaded: nothing to drain; the next request loads it\n"
+
     def test_budget(self, path, ftctl):
         with running(path):
             shown = ftctl("budget")
