@@ -5,7 +5,7 @@
     python tools/bench.py --model PATH --resident-share 0.25
     python tools/bench.py --url http://127.0.0.1:8080 --vocab 151936   # any OpenAI-like server
     python tools/bench.py --show ftd.json --machine h200   # an earlier run, beside the simulator
-    python tools/bench.py --show ftd.json peer.json        # several, side by side
+    python tools/bench.py --show ftd.json peer.json --plot both.svg     # several, side by side
 
 ftd runs four times: 37 % of the experts in slots, its compiled kernels not cached; all resident;
 37 % again with six CPU threads, kernels cached; and with a budget of 8 GiB. Prompts are random
@@ -38,7 +38,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import bench_rows as rows  # noqa: E402
 from bench_http import BenchFailed  # noqa: E402
-from bench_report import Line, Results, plot, table  # noqa: E402
+from bench_plot import plot, side_by_side  # noqa: E402
+from bench_report import Line, Results, table  # noqa: E402
 from bench_roofline import Rates, Weights, least_step_s, read_weights  # noqa: E402
 from bench_server import (  # noqa: E402
     Prompts,
@@ -312,7 +313,7 @@ def told(gaps: dict[str, float]) -> str:
     )
 
 
-def show(paths: Sequence[Path], machine: str | None) -> int:
+def show(paths: Sequence[Path], machine: str | None, drawn: Path | None) -> int:
     found = {
         path.resolve().parent.name if path.stem == "results" else path.stem: Results.read(path)
         for path in paths
@@ -324,6 +325,8 @@ def show(paths: Sequence[Path], machine: str | None) -> int:
         for key in [key for key in result.values if key.startswith("url.")]:
             result.values["offloaded." + key.removeprefix("url.")] = result.values.pop(key)
     print(table(LINES, found))
+    if drawn:
+        drawn.write_text(side_by_side(LINES, found))
     return 0
 
 
@@ -356,6 +359,7 @@ def arguments() -> argparse.Namespace:
     ap.add_argument("--machine", help="what the simulator says for this one, e.g. h200")
     ap.add_argument("--out", type=Path, help="folder for results.json, plot.svg and logs")
     ap.add_argument("--show", type=Path, nargs="+", metavar="JSON", help="print these results")
+    ap.add_argument("--plot", type=Path, metavar="SVG", help="with --show: draw them side by side")
     ap.add_argument("ftd", nargs="*", help="after --: further flags for ftd")
     o = ap.parse_args()
     if o.quick:
@@ -366,7 +370,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     o = arguments()
     if o.show:
-        return show(o.show, o.machine)
+        return show(o.show, o.machine, o.plot)
     end_like_a_key()
     results = Results(o.out / "results.json" if o.out else None)
     try:

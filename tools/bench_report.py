@@ -1,4 +1,4 @@
-"""Results of a bench: kept as JSON while it runs, told as Markdown, drawn as SVG."""
+"""Results of a bench: kept as JSON while it runs, told as Markdown."""
 
 from __future__ import annotations
 
@@ -6,12 +6,8 @@ import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from typing import Any, Literal
-
-BAR_HEIGHT, ROW_HEIGHT, LEFT, WIDTH, RIGHT = 16, 30, 300, 360, 150  # of the plot, in pixels
-REACHED, MISSED, NO_BAR = "#1b6ca8", "#b5482a", "#9aa5b1"
 
 
 @dataclass(frozen=True)
@@ -89,16 +85,16 @@ def table(lines: Sequence[Line], all_results: dict[str, Results]) -> str:
 
 def _one(line: Line, values: Sequence[float]) -> str:
     return (
-        f"{_number(statistics.median(values))} {line.unit} "
-        f"| {_number(min(values))} to {_number(max(values))} | {len(values)}"
+        f"{number(statistics.median(values))} {line.unit} "
+        f"| {number(min(values))} to {number(max(values))} | {len(values)}"
     )
 
 
 def _several(line: Line, values: Sequence[float]) -> str:
     if not values:
         return ""
-    spread = f"{_number(min(values))} to {_number(max(values))}, {len(values)}"
-    return f"{_number(statistics.median(values))} {line.unit} ({spread})"
+    spread = f"{number(min(values))} to {number(max(values))}, {len(values)}"
+    return f"{number(statistics.median(values))} {line.unit} ({spread})"
 
 
 def _bar(line: Line, bar: float | None, values: Sequence[float]) -> str:
@@ -106,43 +102,8 @@ def _bar(line: Line, bar: float | None, values: Sequence[float]) -> str:
         return ""
     sign = "≥" if line.better == "more" else "≤"
     reached = values and line.reaches(statistics.median(values), bar)
-    return f"{sign} {_number(bar)} {'reached' if reached else 'missed' if values else ''}".strip()
+    return f"{sign} {number(bar)} {'reached' if reached else 'missed' if values else ''}".strip()
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
     return f"{value:.4g}" if value < 1e4 else f"{value:.0f}"
-
-
-def plot(lines: Sequence[Line], results: Results) -> str:
-    """Each median as a multiple of its bar; the mark behind it is the stretch."""
-    shown = [line for line in lines if line.bar and results.values.get(line.key)]
-    medians = {line.key: statistics.median(results.values[line.key]) for line in shown}
-    most = max((line.ratio(medians[line.key]) for line in shown), default=1.0)
-    scale = WIDTH / min(max(1.25, most * 1.05), 4.0)
-    parts = []
-    for n, line in enumerate(shown):
-        top, value = n * ROW_HEIGHT + 24, medians[line.key]
-        length = min(WIDTH, scale * line.ratio(value))
-        colour = REACHED if line.reaches(value, line.bar) else MISSED
-        middle = top + BAR_HEIGHT - 4
-        parts.append(
-            f'<text x="{LEFT - 8}" y="{middle}" text-anchor="end">{escape(line.work)}</text>'
-            f'<rect x="{LEFT}" y="{top}" width="{length:.1f}" height="{BAR_HEIGHT}" '
-            f'fill="{colour}"/>'
-            f'<text x="{LEFT + length + 5:.1f}" y="{middle}">{_number(value)} {line.unit}</text>'
-        )
-        if line.stretch:
-            x = LEFT + min(WIDTH, scale * line.ratio(line.stretch))
-            parts.append(_mark(x, top - 3, top + BAR_HEIGHT + 3))
-    height = len(shown) * ROW_HEIGHT + 34
-    parts.append(_mark(LEFT + scale, 16, height - 8, dashes=""))
-    parts.append(f'<text x="{LEFT + scale:.1f}" y="12" text-anchor="middle">bar</text>')
-    size = f'width="{LEFT + WIDTH + RIGHT}" height="{height}"'
-    style = 'font-family="sans-serif" font-size="11"'
-    body = "\n".join(parts)
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n{body}\n</svg>\n'
-
-
-def _mark(x: float, top: float, end: float, dashes: str = "2 2") -> str:
-    dash = f' stroke-dasharray="{dashes}"' if dashes else ""
-    return f'<path d="M{x:.1f} {top}V{end}" stroke="#333"{dash}/>'

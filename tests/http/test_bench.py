@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import bench
 from bench_full import layers_that_fit
-from bench_report import Line, Results, plot, table
+from bench_plot import plot, side_by_side
+from bench_report import Line, Results, table
 from bench_roofline import Rates, Weights, least_step_s, read_weights
 from bench_rows import agreement
 from full_table import told
@@ -55,6 +56,16 @@ def test_the_plot_is_an_image_of_every_row_with_a_bar():
     widths = [float(e.get("width")) for e in svg.iter() if e.tag.endswith("rect")]
     assert len(widths) == 2
     assert widths[0] == pytest.approx(2 * widths[1], rel=0.01)  # 1.5 and 0.75 times their bars
+
+
+def test_engines_stand_side_by_side_where_several_have_a_value():
+    ours = Results(values={"a.decode": [90, 150, 160], "a.cold": [10.0]})
+    peer = Results(values={"a.decode": [50.0]})
+    text = side_by_side((MORE, LESS), {"ftd": ours, "<peer>": peer})
+    svg = ElementTree.fromstring(text)
+    widths = [float(e.get("width")) for e in svg.iter() if e.tag.endswith("rect")]
+    assert widths[0] == pytest.approx(3 * widths[1], rel=0.01) and len(widths) == 2
+    assert "150 ftd" in text and "50 &lt;peer&gt;" in text and "cold" not in text
 
 
 def test_agreement_compares_decoded_tokens_until_they_part():
