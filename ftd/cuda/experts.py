@@ -9,7 +9,6 @@ is, so each layer has a table of its own.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -17,19 +16,17 @@ import numpy as np
 import torch
 
 from ftd.experts import policy
+from ftd.experts.pause import NO_PAUSE, Pause
 from ftd.experts.runtime import DECODE_TOKENS
 from ftd.experts.slots import EMPTY
 
+from .prompt_share import Busy
 from .residency import Residency
 from .tables import Marker
 
 # Streamed ahead to a prompt's next layer: what a fast link moves while a layer of it computes, the
 # next one attends and routes, and the host launches all that, some 3 ms.
 AHEAD_BYTES = 160 << 20
-
-
-def nothing() -> None:
-    """A pause in which nobody has a step to run."""
 
 
 class CudaExperts(Residency):
@@ -41,7 +38,7 @@ class CudaExperts(Residency):
         x: torch.Tensor,  # [T, H] act
         ids: torch.Tensor,  # [T, K] int32, -1: not in use
         weights: torch.Tensor,  # [T, K] float32
-        pause: Callable[[], None] = nothing,  # steps of others run in it
+        pause: Pause = NO_PAUSE,
     ) -> torch.Tensor:  # [T, H] float32
         row = self._row[layer]
         table = self._table_of_step.device_tensor
@@ -59,11 +56,11 @@ class CudaExperts(Residency):
         x: torch.Tensor,
         ids: torch.Tensor,
         weights: torch.Tensor,
-        pause: Callable[[], None],
+        pause: Pause,
     ) -> torch.Tensor:
         if not self.pinned:
             pause()  # other steps, too, may need the staging area
-            pause = nothing
+            pause = NO_PAUSE
         if self.all_resident and self._trace is None:
             pause()
             return self._ops.moe(x, ids, weights, table[row], self._layout, self._activation)
@@ -97,7 +94,7 @@ class CudaExperts(Residency):
         chosen: np.ndarray,  # ``ids``
         counts: np.ndarray,  # [E] tokens of each expert
         missed: np.ndarray,
-        pause: Callable[[], None],
+        pause: Pause,
     ) -> torch.Tensor:
         address = self._address[row].copy()
         begun = Marker(self._device)
@@ -115,7 +112,8 @@ class CudaExperts(Residency):
             for expert in policy.in_order(missed, counts[missed]).tolist()
             if expert not in admitted and expert not in came
         ]
-        theirs = self._of_cpu(counts, rest, sum(expert not in came for expert in admitted))
+        on_link = sum(expert not in came for expert in admitted)
+        theirs, free = self._of_cpu(counts, rest, on_link, pause.coming_s())
         rest = rest[: len(rest) - len(theirs)]
         share = self.share if theirs else None
         if share is not None:
@@ -132,7 +130,7 @@ class CudaExperts(Residency):
                 address[expert] = self._staging_address(place)
             if i == 0:
                 self._stream_ahead(row + 1)
-                pause()
+                pause(free)
             landed.hold(torch.cuda.current_stream(self._device) if self._copies else None)
             self._table_of_pass.send(torch.from_numpy(address))
             now = ids if len(passes) == 1 else self._only(ids, rest, staged, first=i == 0)
@@ -149,19 +147,26 @@ class CudaExperts(Residency):
         assert y is not None
         return y
 
-    def _of_cpu(self, counts: np.ndarray, rest: list[int], on_link: int) -> list[int]:
+    def _of_cpu(
+        self, counts: np.ndarray, rest: list[int], on_link: int, pause_s: float
+    ) -> tuple[list[int], float]:
         """Which of the missed experts, those with few tokens last, the CPU computes.
 
         Args:
             on_link: missed experts besides, which take the link in any case.
+            pause_s: of the pause that comes.
+        Returns:
+            Also which part of that pause costs the pass nothing.
         """
         if self.share is None or not self.pinned:
-            return []
+            return [], 0.0
         fewest = rest[::-1]
-        theirs = list(self.share.choose(fewest, counts[fewest].tolist(), on_link, self._launch_s))
+        busy = Busy(self._launch_s, pause_s)
+        chosen, free = self.share.choose(fewest, counts[fewest].tolist(), on_link, busy)
+        theirs = list(chosen)
         step, taken = self._step, len(theirs)
         self._step = replace(step, fetched=step.fetched - taken, on_cpu=step.on_cpu + taken)
-        return theirs
+        return theirs, free
 
     def _only(
         self, ids: torch.Tensor, rest: list[int], staged: list[int], *, first: bool

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from ftd.experts.split import PromptRates, prompt_share
+from ftd.experts.split import PromptRates, prompt_share, shared_s
 from ftd.kernels.activation import Activation
 from ftd.kernels.cpu.native import NativeOps
 from ftd.kernels.formats import ExpertLayout
@@ -24,6 +24,14 @@ MOST_ROUTES = 2048  # of a layer: what goes there and comes back stays in the pr
 # Of a layer: to gather activations, to wake the threads, to bring products back. Until it is known.
 FIXED_S = 1e-3
 KEPT = 0.7  # of what was known, at each measurement
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """What the engine thread does in a layer besides computing experts."""
+
+    launch_s: float
+    pause_s: float  # steps of others
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +70,32 @@ class PromptShare:
         self._taken = Marker(device)  # what lies in ``_y`` has gone
 
     def choose(
-        self, missed: Sequence[int], tokens: Sequence[int], on_link: int, launch_s: float
-    ) -> Sequence[int]:
+        self, missed: Sequence[int], tokens: Sequence[int], on_link: int, busy: Busy
+    ) -> tuple[Sequence[int], float]:
         """Those of ``missed`` that the CPU computes; ``tokens`` of each, rising.
 
         Args:
             on_link: more experts that take the link.
-            launch_s: what the engine thread needs for the rest of a layer: it cannot do that while
-                it computes, and the link goes on meanwhile.
+            busy: the engine thread cannot compute then, and the link goes on meanwhile.
+        Returns:
+            Also which part of the pause costs the layer nothing.
         """
         if self.rates is None:
-            return ()
-        fitting = int(np.searchsorted(np.cumsum(tokens), MOST_ROUTES, side="right"))
-        rates = replace(self.rates, fixed_s=self._fixed_s + launch_s)
-        taken = min(fitting, prompt_share(rates, tokens, on_link))
+            return (), 0.0
+        most = int(np.searchsorted(np.cumsum(tokens), MOST_ROUTES, side="right"))
+        rates = replace(self.rates, fixed_s=self._fixed_s)
+
+        def share(busy_s: float) -> tuple[int, float]:
+            taken = min(most, prompt_share(rates, tokens, on_link, busy_s))
+            return taken, shared_s(rates, tokens, taken, on_link, busy_s)
+
+        taken, layer_s = share(busy.launch_s + busy.pause_s)
         self._expected_s = sum(map(rates.expert_s, tokens[:taken]))
-        return missed[:taken]
+        free = 0.0
+        if busy.pause_s:
+            lost_s = layer_s - share(busy.launch_s)[1]
+            free = 1 - min(1.0, max(0.0, lost_s / busy.pause_s))
+        return missed[:taken], free
 
     def begin(
         self,

@@ -5,9 +5,7 @@ layer border, leaves sequences as they were: KV written for tokens that were not
 written again.
 
 A pass over prompts pauses at its layer borders for decode steps of the other sequences, each with a
-commit and a safe point of its own. They touch nothing of what the pass holds: its sequences are not
-theirs, its pages have users, states it writes are in nobody's slots yet, and experts of the layers
-it has not read are not evicted.
+commit and a safe point of its own: ``beside``.
 """
 
 from __future__ import annotations
@@ -34,6 +32,7 @@ from ftd.engine.api import (
     Sampling,
 )
 from ftd.engine.batch import Span
+from ftd.engine.beside import StepsBeside
 from ftd.engine.figures import Totals
 from ftd.engine.holdings import Holdings
 from ftd.engine.meter import Meter
@@ -42,7 +41,7 @@ from ftd.engine.profiling import Profiling
 from ftd.engine.runner import Runner, StepResult
 from ftd.engine.sampling import Draw, SamplingState
 from ftd.errors import ConstraintFailed, EngineFailed, OutOfMemory
-from ftd.experts.runtime import DECODE_TOKENS, ExpertCounters, ResidencyMap
+from ftd.experts.runtime import ExpertCounters, ResidencyMap
 from ftd.experts.slots import Resized
 from ftd.experts.trace import TraceRecorder
 from ftd.kv.anchors import AnchorInfo
@@ -50,7 +49,6 @@ from ftd.kv.cache import KvCache
 from ftd.kv.disk import DiskStore
 from ftd.kv.host import HostTier
 from ftd.model.architecture import Model
-from ftd.schedule.pauses import Pauses
 from ftd.schedule.policy import Limits, SequenceView, StepPlan, next_in_line, plan_step
 from ftd.schedule.rates import Rates
 from ftd.schedule.sequence import Sequence
@@ -135,16 +133,14 @@ class EngineCore:
         self._trials = Totals()  # of requests that nobody has asked
         self._waiting: dict[str, Answering] = {}  # in order of arrival
         self._running: dict[str, Answering] = {}
-        self._prefilling: frozenset[str] = frozenset()  # in the pass that runs now
-        self._pauses = Pauses()
-        self._paused_s = 0.0  # of the pass that runs now
+        self._beside = StepsBeside(self)
         self._early: list[Output] = []  # not delivered yet
         self._ahead: Launched | None = None  # launched before the step before it was read
         self._arrivals = 0
         self._meter = Meter(clock)
         self._fault = fault
         self._close = close
-        self._clock = clock
+        self.clock = clock
 
     # ---- between steps
 
@@ -192,10 +188,14 @@ class EngineCore:
         return [a for key, a in self._waiting.items() if not waits(key, others)]
 
     def in_prefill(self, request_id: str) -> bool:
-        return request_id in self._prefilling
+        return self._beside.is_in_pass(request_id)
 
     def request_ids(self) -> list[str]:
         return [*self._running, *self._waiting]
+
+    def rows(self) -> list[Answering]:
+        """What runs, in the order of admission."""
+        return list(self._running.values())
 
     def running(self) -> list[Sequence]:
         """Oldest first."""
@@ -222,7 +222,7 @@ class EngineCore:
     def settle(self) -> list[Output]:
         """Finish what was launched ahead: nothing is in flight afterwards."""
         step, self._ahead = self._ahead, None
-        return self._early_and(self._complete(step, self._clock()) if step else [])
+        return self._early_and(self.complete(step, self.clock()) if step else [])
 
     def failed_for_good(self, error: Exception) -> bool:
         """No engine of this process can go on after ``error``."""
@@ -260,7 +260,7 @@ class EngineCore:
 
         Raises whatever ``beat`` raises at a layer border: nothing is committed then.
         """
-        began_s = self._clock()
+        began_s = self.clock()
         self.held.restoring.take()
         if not self._running and not self._ready():
             return self._early_and([])
@@ -271,7 +271,7 @@ class EngineCore:
         self._ahead = None
         if any(self._is_live(answering) for answering, _ in step.runs):
             self._ahead = self._launch_ahead(step)
-        return self._early_and(self._complete(step, began_s))
+        return self._early_and(self.complete(step, began_s))
 
     def _give_up(self, error: torch.OutOfMemoryError) -> list[Output]:
         """There was no memory for a step: end the prompts in it, or all rows if it had none."""
@@ -294,14 +294,16 @@ class EngineCore:
         early, self._early = self._early, []
         return early + outputs
 
-    def _complete(self, step: Launched, began_s: float, *, beside: bool = False) -> list[Output]:
-        """Args:
-        beside: a pass that pauses for this step.
+    def complete(self, step: Launched, began_s: float, *, beside: bool = False) -> list[Output]:
+        """Wait for a step, and take in what it has brought.
+
+        Args:
+            beside: a pass pauses for it.
         """
         draws = step.result.draws()
         self.experts.safe_point()
         outputs = self._commit(step, draws)
-        self._measure(step, len(outputs), self._clock() - began_s, beside)
+        self._measure(step, len(outputs), self.clock() - began_s, beside)
         return outputs
 
     def _launch(self) -> Launched:
@@ -313,18 +315,17 @@ class EngineCore:
         runs = self._runs(plan)
         assert runs, "requests wait, but the plan runs nothing"
         if not plan.prompt_tokens:
-            self._pauses = self._pauses.over()
-            return self._run(runs, Borders(self.experts, self._look))
-        self._prefilling = frozenset(a.key for a, _ in runs)
-        self._pauses = self._pauses.since(self._clock())
-        self._paused_s = 0.0
+            self._beside.none()
+            return self.run(runs, Borders(self.experts, self.look))
+        self._beside.pass_begins([a.key for a, _ in runs])
         try:
-            step = self._run(runs, Borders(self.experts, self._look, self._pause))
+            step = self.run(runs, Borders(self.experts, self.look, self._beside))
         finally:
-            self._prefilling = frozenset()
+            self._beside.pass_ended()
         return replace(step, prompt_tokens=sum(tokens for _, tokens in runs))
 
-    def _run(self, runs: Seq[tuple[Answering, int]], borders: Borders) -> Launched:
+    def run(self, runs: Seq[tuple[Answering, int]], borders: Borders) -> Launched:
+        """Launch a step of so many tokens of each sequence."""
         self._inject_faults()
         spans = [self._span(answering, tokens) for answering, tokens in runs]
         sampling = [answering.drawing(tokens) for answering, tokens in runs]
@@ -337,55 +338,9 @@ class EngineCore:
             raise
         return Launched(runs, spans, result)
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Called at each layer border of a step that is not captured."""
         self.beat()  # whatever that is by then
-
-    # ---- beside a pass
-
-    def _pause(self) -> None:
-        """Within a layer of a pass: decode steps of the streams, as many as are due."""
-        streams = self._streams()
-        if not streams:
-            self._pauses = self._pauses.over().since(self._clock())  # nobody has waited
-        elif self._is_due(len(streams)):
-            with self.experts.within_pass():
-                while self._is_due(len(streams)) and (rows := self._with_pages(streams)):
-                    self._run_beside(rows)
-                    streams = self._streams()
-
-    def _is_due(self, rows: int) -> bool:
-        return rows > 0 and self._pauses.due(self._clock(), self.rates.decode_step_s(rows))
-
-    def _streams(self) -> list[Answering]:
-        """Those that could have a decode step now, as many as one has room for, in turns."""
-        rows = [
-            answering
-            for key, answering in self._running.items()
-            if answering.sequence.pending == 1 and key not in self._prefilling
-        ]
-        return sorted(rows, key=lambda a: (a.served, a.sequence.arrival))[:DECODE_TOKENS]
-
-    def _with_pages(self, streams: Seq[Answering]) -> list[Answering]:
-        """Those of them for whose next token there is a page; nobody is preempted now."""
-        rows, pages = [], 0
-        for answering in streams:
-            lacking = self.held.lacking(answering.sequence, len(answering.sequence.ids))
-            self.held.make_free(pages + lacking)
-            if pages + lacking <= self.pages.free:
-                pages += lacking
-                rows.append(answering)
-        return rows
-
-    def _run_beside(self, rows: Seq[Answering]) -> None:
-        began_s = self._clock()
-        step = self._run([(a, 1) for a in rows], Borders(self.experts, self._look))
-        outputs = self._complete(step, began_s, beside=True)
-        for answering in rows:
-            answering.served = self.totals.steps
-        took_s = self._clock() - began_s
-        self._paused_s += took_s
-        self._pauses = self._pauses.ran(took_s, self.rates.decode_step_s(len(rows)) or took_s)
-        self.deliver(outputs)
 
     # ---- launching ahead
 
@@ -397,10 +352,16 @@ class EngineCore:
         """
         if step.prompt_tokens or self._has_room_for_more():
             return None
+        if len(step.runs) != len(self._running):
+            return None
+        return self.follow(step)
+
+    def follow(self, step: Launched) -> Launched | None:
+        """Launch a step of the rows of ``step``, which is not read yet; None: it cannot be."""
         if not self.runner.can_follow(step.result):
             return None
         rows = [answering for answering, _ in step.runs]
-        if len(rows) != len(self._running) or not all(self._is_live(a) for a in rows):
+        if not all(self._is_live(a) for a in rows):
             return None
         going = [a.sequence.output_tokens + 1 < self._most_output(a.sequence) for a in rows]
         if not any(going) or self.pages.free < sum(going):  # at most one new page a row
@@ -583,7 +544,7 @@ class EngineCore:
         prompt = step.prompt_tokens
         rows = 0 if prompt else len(step.runs)
         if prompt:
-            seconds -= self._paused_s
+            seconds -= self._beside.paused_s
         known = self.rates.decode_step_s(rows) is not None
         if not (beside and known):  # a pass may slow it
             self.rates = self.rates.measured(rows, prompt, seconds)
@@ -597,7 +558,7 @@ class EngineCore:
             self.profiling.stepped(0 if beside else rows, misses, seconds)
 
     def status(self) -> EngineStatus:
-        now_s = self._clock()
+        now_s = self.clock()
         return figures.status(
             self.pages,
             self.held.pages_evicted,

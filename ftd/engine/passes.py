@@ -8,11 +8,8 @@ from typing import Protocol
 
 import torch
 
+from ftd.experts.pause import NO_PAUSE, Pause
 from ftd.model.architecture import Experts
-
-
-def no_pause() -> None:
-    """Of a step that nobody waits for."""
 
 
 class PausingExperts(Experts, Protocol):
@@ -22,9 +19,9 @@ class PausingExperts(Experts, Protocol):
         x: torch.Tensor,
         ids: torch.Tensor,
         weights: torch.Tensor,
-        pause: Callable[[], None] = no_pause,
+        pause: Pause = NO_PAUSE,
     ) -> torch.Tensor:
-        """``Experts.forward``; calls ``pause`` once, when steps of others disturb it least."""
+        """``Experts.forward``; makes the pause once, when steps of others disturb it least."""
         ...
 
 
@@ -34,12 +31,12 @@ class Borders:
 
     Args:
         beat: called at each border; raises if the step is to be given up.
-        pause: called within each layer; runs steps of others.
+        pause: made within each layer; runs steps of others.
     """
 
     experts: PausingExperts
     beat: Callable[[], None]
-    pause: Callable[[], None] = no_pause
+    pause: Pause = NO_PAUSE
 
     def forward(
         self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor

@@ -14,7 +14,7 @@ the link is a copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -23,6 +23,7 @@ import torch
 
 from ftd.experts import policy
 from ftd.experts.host_pool import HostPool
+from ftd.experts.pause import NO_PAUSE, Pause
 from ftd.experts.slots import EMPTY, Resized, SlotMemory, SlotTable
 from ftd.experts.split import Allowance, PromptRates
 from ftd.experts.trace import TraceRecorder
@@ -129,7 +130,7 @@ class ExpertRuntime:
         x: torch.Tensor,  # [T, H] act
         ids: torch.Tensor,  # [T, K] int32, -1: not in use
         weights: torch.Tensor,  # [T, K] float32
-        pause: Callable[[], None] = lambda: None,  # steps of others run in it
+        pause: Pause = NO_PAUSE,
     ) -> torch.Tensor:  # [T, H] float32
         pause()
         row = self._row[layer]

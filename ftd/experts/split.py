@@ -119,16 +119,19 @@ class PromptRates:
         return max(self.cpu_s, tokens * self.cpu_row_s)
 
 
-def prompt_share(rates: PromptRates, tokens: Sequence[int], on_link: int = 0) -> int:
+def prompt_share(
+    rates: PromptRates, tokens: Sequence[int], on_link: int = 0, busy_s: float = 0.0
+) -> int:
     """How many of a layer's missed experts the CPU takes while the link brings the others.
 
     Args:
         tokens: of each missed expert, rising: those with few are cheap for the CPU, and to the link
             all are alike.
         on_link: experts that the link brings besides.
+        busy_s: how long the layer keeps the CPU from its part.
     """
     best, best_s = 0, (len(tokens) + on_link) * rates.link_s
-    cpu_s = rates.fixed_s
+    cpu_s = rates.fixed_s + busy_s
     for taken, rows in enumerate(tokens, 1):
         cpu_s += rates.expert_s(rows)
         layer_s = max(cpu_s, (len(tokens) - taken + on_link) * rates.link_s)
@@ -137,6 +140,14 @@ def prompt_share(rates: PromptRates, tokens: Sequence[int], on_link: int = 0) ->
         elif cpu_s >= best_s:
             break
     return best
+
+
+def shared_s(
+    rates: PromptRates, tokens: Sequence[int], taken: int, on_link: int = 0, busy_s: float = 0.0
+) -> float:
+    """How long a layer of which the CPU takes so many experts is bound by either; as above."""
+    own_s = rates.fixed_s + sum(map(rates.expert_s, tokens[:taken])) if taken else 0.0
+    return max(own_s + busy_s, (len(tokens) - taken + on_link) * rates.link_s)
 
 
 def background_allowance(
