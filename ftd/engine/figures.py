@@ -129,14 +129,14 @@ def anchors(
         key = (a.session, a.kind, a.position)
         stored[key] = _both(stored[key], a) if key in stored else a
     nothing = AnchorInfo("", "", 0, 0)
-    for anchor, tokens, run in standing:
+    for anchor, tokens, run, held in standing:
         lower = stored.pop(anchor.identity, nothing)
         yield AnchorInfo(
             session=anchor.session,
             kind=str(anchor.kind),
             position=anchor.position,
             tokens=tokens,
-            kv_bytes=round(tokens * costs.token_bytes),
+            kv_bytes=round(held * costs.token_bytes),
             state_bytes=costs.state_bytes if (run, anchor.position) in states else 0,
             host_bytes=lower.host_bytes,
             disk_bytes=lower.disk_bytes,

@@ -24,6 +24,7 @@ class Standing(NamedTuple):
     anchor: KeptAnchor
     tokens: int  # behind the anchor before it
     run: Run
+    held: int  # of these tokens, those that are not listed with an anchor of another prompt
 
 
 class AnchorBook:
@@ -138,13 +139,16 @@ class AnchorBook:
     def __iter__(self) -> Iterator[Standing]:
         """All of them, each after those before it on its path."""
         before: dict[Run, int] = {}
+        listed: dict[Run, int] = {}  # up to which position of each run
         seen: set[int] = set()
         for run in self._tree.runs():
             last = before.get(run.parent, 0) if run.parent else 0
             for position in sorted(run.anchors):
-                if run.anchors[position].shown and id(run.anchors[position]) not in seen:
-                    seen.add(id(run.anchors[position]))
-                    yield Standing(run.anchors[position], position - last, run)
+                anchor = run.anchors[position]
+                if anchor.shown and id(anchor) not in seen:
+                    seen.add(id(anchor))
+                    yield Standing(anchor, position - last, run, _list(run, position, listed))
+                if anchor.shown:
                     last = position
             before[run] = last
 
@@ -179,6 +183,19 @@ class AnchorBook:
         self._longest[session] = longest
         if len(self._longest) > SESSIONS:
             del self._longest[next(iter(self._longest))]
+
+
+def _list(run: Run, position: int, listed: dict[Run, int]) -> int:
+    """List the tokens on the way to a position of a run; how many are new to the list."""
+    new, at = 0, run
+    while at.parent is not None:
+        begin, end = listed.get(at, at.begin), min(position, at.end)
+        if begin >= end:  # and so is what comes before
+            break
+        new += end - begin
+        listed[at] = end
+        at = at.parent
+    return new
 
 
 def _owner(run: Run) -> str | None:

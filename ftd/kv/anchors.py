@@ -96,7 +96,7 @@ class AnchorInfo:
     kind: str
     position: int
     tokens: int  # behind the anchor before it
-    kv_bytes: int = 0  # of these tokens, in the memory steps read
+    kv_bytes: int = 0  # of these tokens, in the memory steps read; what several share, once
     host_bytes: int = 0  # in the tier of host memory below a GPU's
     state_bytes: int = 0  # of the state of recurrent layers at the position
     disk_bytes: int = 0

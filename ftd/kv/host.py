@@ -168,13 +168,13 @@ class HostTier:
     # ----
 
     def infos(self, page_bytes: int, token_s: float) -> Iterator[AnchorInfo]:
-        """Anchors, each with the bytes that are here behind the one before it.
+        """Anchors, each with the bytes that are here behind the one before it; shared ones once.
 
         Args:
             token_s: to compute a token.
         """
-        for anchor, tokens, run in self.book:
-            held = self._pages_between(run, anchor.position - tokens, anchor.position)
+        for anchor, tokens, run, listed in self.book:
+            held = self._pages_between(run, anchor.position - listed, anchor.position)
             yield AnchorInfo(
                 session=anchor.session,
                 kind=str(anchor.kind),
@@ -187,10 +187,10 @@ class HostTier:
             )
 
     def _pages_between(self, run: Run | None, begin: int, end: int) -> int:
-        """Pages of a path that are here and hold tokens from ``begin`` to ``end``."""
+        """Pages of a path that are here and begin with a token from ``begin`` to ``end``."""
         held, size = 0, self._page_tokens
         while run is not None and run.parent is not None and run.end > begin:
-            first = max(0, begin - run.begin) // size
+            first = -(-max(0, begin - run.begin) // size)
             last = -(-(min(end, run.end) - run.begin) // size)
             held += _here(run.pages[first:last])
             run = run.parent

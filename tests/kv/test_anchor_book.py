@@ -60,6 +60,38 @@ def test_anchors_stand_within_pages_and_in_the_last_one(tree, pool, book):
     assert [s.tokens for s in sorted(book, key=lambda s: s.anchor.position)] == [3, 1, 1, 16, 1]
 
 
+def test_tokens_that_prompts_share_are_held_once(tree, pool, book):
+    keep(tree, pool, book, range(24), at(4, 24), "a")
+    keep(tree, pool, book, [*range(16), *[50] * 8], at(4, 20), "b")
+    found = {s.anchor.session + str(s.anchor.position): (s.tokens, s.held) for s in book}
+    assert found.pop("b4") == (4, 4)  # both have come by
+    (a_tokens, a_held), (b_tokens, b_held) = found["a24"], found["b20"]
+    assert (a_tokens, b_tokens) == (20, 16)
+    assert a_held + b_held == 12 + 8 + 4  # and not 12 more, of those between 4 and 16
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 1), min_size=1, max_size=12),
+            st.sets(st.integers(1, 12), max_size=4),
+        ),
+        max_size=8,
+    )
+)
+def test_no_more_is_held_than_the_tree_has(prompts):
+    pool = PagePool(64, PAGE)
+    tree = PrefixTree(pool)
+    book = AnchorBook(tree)
+    for number, (ids, places) in enumerate(prompts):
+        anchors = at(*sorted(place for place in places if place <= len(ids)))
+        keep(tree, pool, book, ids, anchors, str(number))
+    for standing in book:
+        assert 0 <= standing.held <= standing.anchor.position
+        assert standing.tokens >= 0
+    assert sum(s.held for s in book) <= sum(len(run.tokens) for run in tree.runs())
+
+
 def test_the_deepest_anchor_passed_gets_the_hit(tree, pool, book):
     keep(tree, pool, book, range(22), at(5, 13))
     passed = keep(tree, pool, book, [*range(15), 99, 98])
@@ -162,7 +194,7 @@ def test_what_is_noted_stands_while_its_tokens_are_kept(prompts, evicted):
     tree.evict(evicted)
     kept = {ids for ids in noted if tree.peek(array("i", (*ids, 9))).tokens == len(ids)}
     found = set()
-    for anchor, _, run in book:
+    for anchor, _, run, _ in book:
         above, tokens = run, []
         while above is not None:
             tokens, above = [*above.tokens, *tokens], above.parent
