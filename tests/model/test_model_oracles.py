@@ -1,4 +1,7 @@
-"""Families against transformers: logits, greedy tokens, routing, hidden states of tiny models."""
+"""Families and formats against transformers: logits, greedy tokens, routing, hidden states.
+
+Quantised ones are compared with what transformers computes from the decoded weights.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from ftd.kernels.reference import TorchOps
 from ftd.text.messages import normalise
 from ftd.text.textmodel import TextModel
 
-FIXTURES = [
+FAMILIES = [
     "qwen3_moe",
     "qwen3_moe-window",
     "qwen3_moe-tied",
@@ -30,27 +33,42 @@ FIXTURES = [
     "granitemoe",
     "gpt_oss",
     "gpt_oss-mxfp4",
+    "qwen3_next",
+    "qwen3_5_moe",
 ]
+FORMATS = ["fp8", "fp8-ct", "nvfp4", "nvfp4-ct", "int4-ct", "mxfp4-ct"]
+# torch on a format: once (below), its kernels' own tests and tools/check_models.py do the rest
+WITH = dict.fromkeys(FAMILIES, ("torch", "native"))
+WITH |= {f"qwen3_moe-{name}": ("native",) for name in FORMATS}
 WAYS = {
     "prefill": lambda length: [],
     "decode": lambda length: [1] * length,
-    "chunks": lambda length: [5, 1, 19, 16, 2, 33, 1],
+    "chunks": lambda length: [5, 1, 2, 1, 19, 16, 33, 1],
 }
 
 
-@pytest.fixture(scope="module", params=["torch", "native"])
-def ops(request) -> Iterator[Ops]:
-    if request.param == "torch":
+@pytest.fixture(
+    scope="module",
+    params=[(name, ops) for name, all_ops in WITH.items() for ops in all_ops],
+    ids="-".join,
+)
+def case(request) -> tuple[str, str]:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def directory(case, data_dir) -> Path:
+    return data_dir / "oracles" / case[0]
+
+
+@pytest.fixture(scope="module")
+def ops(case) -> Iterator[Ops]:
+    if case[1] == "torch":
         yield TorchOps()
         return
     ops = native.load() or pytest.skip("the C++ kernels are not built")
     yield ops
     ops.close()
-
-
-@pytest.fixture(scope="module", params=FIXTURES)
-def directory(request, data_dir) -> Path:
-    return data_dir / "oracles" / request.param
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +106,10 @@ def test_greedy_tokens_match(model, oracle):
         assert oracle.check_greedy(prompt, model.greedy(prompt.ids, 32)) == 32
 
 
-def test_chunks_pages_and_neighbours_change_no_bit(model, oracle, directory, ops):
+def test_chunks_pages_states_and_neighbours_change_no_bit(model, oracle, directory, ops):
     """The numerics contract in float32, on the path from embedding to logits."""
-    first, second = oracle.prompts[-2].sequence, oracle.prompts[-1].sequence
+    prompts = [oracle.prompts[0], *oracle.prompts]  # some have one alone
+    first, second = (prompt.sequence for prompt in prompts[-2:])
     expected = model.run(first)
     for way in ("decode", "chunks"):
         assert torch.equal(model.run(first, WAYS[way](len(first))), expected), way
@@ -111,3 +130,11 @@ def test_bfloat16_is_close(directory, oracle, ops):
         return run_of(model, prompt, WAYS["chunks"](len(prompt.sequence)))
 
     check_close(closeness(oracle.prompts, found, partial(expected_run, oracle)))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_torch_computes_a_format(data_dir, fmt):
+    directory = data_dir / "oracles" / f"qwen3_moe-{fmt}"
+    oracle = Oracle(directory)
+    prompt = oracle.prompts[0]
+    oracle.check_logits(prompt, LoneModel(directory, TorchOps()).run(prompt.sequence, [7]))
