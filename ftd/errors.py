@@ -44,6 +44,11 @@ class FtdError(Exception):
         return f"{self.message} ({self.hint})" if self.hint else self.message
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says for people: below its first line libraries give advice to programmers."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 class ConfigError(FtdError):
     code, status = "config_invalid", 400
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ftd.errors import ConfigError
+from ftd.errors import ConfigError, first_line
 from ftd.memory.machine import Gpu
 
 OLDEST_CAPABILITY = (8, 0)  # bf16 matrix products in hardware
@@ -52,7 +52,7 @@ def look_for_gpu(index: int = 0) -> Verdict:
     try:
         free, total = torch.cuda.mem_get_info(index)
     except RuntimeError as e:
-        return Verdict(None, f"GPU {index} does not answer: {e}")
+        return Verdict(None, f"GPU {index} does not answer: {first_line(e)}")
     properties = torch.cuda.get_device_properties(index)
     return Verdict(
         Gpu(

@@ -28,6 +28,7 @@ from ftd.errors import (
     QueueFull,
     RequestCancelled,
     RequestInvalid,
+    first_line,
 )
 
 from .api import EngineLimits, EngineRequest, EngineStatus, Finish, Output
@@ -434,11 +435,14 @@ def _as_refusal(cause: Exception | None) -> FtdError:
 
 def _as_failure(error: Exception, for_good: bool) -> FtdError:
     if for_good:
-        failure: FtdError = GpuLost(f"the GPU failed: {error}", hint="ftd has to be started again")
+        failure: FtdError = GpuLost(
+            f"the GPU failed: {first_line(error)}", hint="ftd has to be started again"
+        )
     elif isinstance(error, FtdError):
         return error
     else:
-        failure = EngineFailed(f"a step failed: {error!r}", hint="the log has the traceback")
+        cause = f"{type(error).__name__}: {first_line(error)}"
+        failure = EngineFailed(f"a step failed: {cause}", hint="the log has the traceback")
     failure.__cause__ = error
     return failure
 

@@ -26,7 +26,16 @@ import structlog
 
 from ftd.cuda import early
 from ftd.engine.api import EngineHandle
-from ftd.errors import Busy, EngineFailed, FtdError, GpuLost, LoadFailed, NotReady, TimedOut
+from ftd.errors import (
+    Busy,
+    EngineFailed,
+    FtdError,
+    GpuLost,
+    LoadFailed,
+    NotReady,
+    TimedOut,
+    first_line,
+)
 from ftd.lifecycle.beside import cancel_all, on_thread, trim_memory
 from ftd.lifecycle.served import (
     BudgetDone,
@@ -87,6 +96,7 @@ class Lifecycle:
         self._failures_s: list[float] = []
         self._unloaded: Listed | None = None  # the model that the next request loads
         self._wakes_failed = 0
+        self._fatal = ""  # why the process ends, if a failure ends it
         self._by_need = False  # budgets of models to come, too, are divided by need
 
     # ---- what anybody may ask at any time
@@ -212,14 +222,17 @@ class Lifecycle:
     async def stop(self, timeout_s: float) -> None:
         """End for good: give up loading, let requests finish for ``timeout_s``, cut the rest."""
         give_up_s = self._clock() + timeout_s
+        cause = f": {self._fatal}" if self._fatal else ""
+        why = f"ftd is stopping{cause}"
         self._stopping.set()
-        self._stand(State.DRAINING, "ftd is stopping", accepting=False)
+        self._stand(State.DRAINING, why, accepting=False)
         await self._abandon_operation()
         if self.model:
-            await self._empty(self.model.engine, How.DRAIN, give_up_s - self._clock())
-            await _close(self.model.engine, NotReady("ftd is stopping", retry_after_s=5))
+            if not self._fatal:  # else its requests have ended
+                await self._empty(self.model.engine, How.DRAIN, give_up_s - self._clock())
+            await _close(self.model.engine, NotReady(why, retry_after_s=5))
             self.model = None
-        self._stand(State.STOPPED, "ftd has stopped", accepting=False)
+        self._stand(State.STOPPED, f"ftd has stopped{cause}", accepting=False)
 
     async def balance(self) -> NoReturn:
         """Let memory follow need, where a budget said so."""
@@ -238,6 +251,13 @@ class Lifecycle:
             EngineFailed: it fails too often.
             GpuLost: nothing that this process loads would work.
         """
+        try:
+            await self._replace_failed()
+        except FtdError as failure:
+            self._fatal = failure.message
+            raise
+
+    async def _replace_failed(self) -> NoReturn:
         while True:
             failure = await self._engine_failure()
             cause = self.last_failure = str(failure)
@@ -504,7 +524,8 @@ class Lifecycle:
         except Exception as error:
             log.error("model.load_failed", model=source.name, exc_info=error)
             hint = "the log has the traceback"
-            raise LoadFailed(f"{source.name}: {error!r}", hint=hint) from None
+            cause = f"{type(error).__name__}: {first_line(error)}"
+            raise LoadFailed(f"{source.name}: {cause}", hint=hint) from None
         finally:
             await cancel_all(constraints)
         if self._by_need:

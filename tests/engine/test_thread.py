@@ -234,9 +234,14 @@ async def test_a_failed_step_ends_every_request_and_refuses_new_ones(core):
 
 async def test_a_lost_gpu_is_a_failure_for_good_and_nothing_is_given_back_to_it(core):
     engine = EngineThread(core, LIMITS)
-    core.fail = RuntimeError("CUDA error: an illegal memory access was encountered")
+    core.fail = RuntimeError(
+        "CUDA error: an illegal memory access was encountered\nSearch for `cudaErrorIllegalAddress'"
+        "\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
+    )
     last = (await collect(engine.submit(request("a", 99))))[-1]
-    assert isinstance(last.error, GpuLost) and "illegal memory access" in str(last.error)
+    assert isinstance(last.error, GpuLost) and last.error.__cause__ is core.fail
+    said = "the GPU failed: CUDA error: an illegal memory access was encountered"
+    assert last.error.message == said
     assert await engine.wait_failed() is last.error
     await engine.close()
     assert not core.closed

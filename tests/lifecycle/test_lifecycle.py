@@ -385,6 +385,10 @@ class TestFailure:
                 await supervising
             assert lifecycle.health()["cause"] == "the GPU failed: CUDA error"
             assert len(models.loads) == 1, "nothing is loaded again"
+            await lifecycle.stop(1.0)
+            with pytest.raises(NotReady) as refused:
+                await lifecycle.wait_ready(1.0)
+            assert refused.value.message.startswith("ftd has stopped: the GPU failed: CUDA error")
 
     async def test_gives_up_after_too_many(self, monkeypatch):
         monkeypatch.setattr("ftd.lifecycle.succession.FIRST_DELAY_S", 0.001)
