@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from closeness import Run, check_close, closeness, run_of
-from lone_model import LoneModel, Recorder
+from against_oracle import Run, check_close, check_prompt, closeness, run_of
+from lone_model import LoneModel
 from oracle_check import Oracle, Prompt
 from test_contract import ORACLES
 
@@ -33,13 +33,7 @@ def test_float32_computes_what_transformers_does(name):
     oracle, model = Oracle(ORACLES / name), model_of(name, torch.float32)
     for prompt in oracle.prompts:
         for way in WAYS.values():
-            seen = Recorder()
-            oracle.check_logits(prompt, model.run(prompt.sequence, way(len(prompt.sequence)), seen))
-            for layer in oracle.moe_layers:
-                oracle.check_routing(prompt, layer, *seen.routing(layer))
-            for index, expected in enumerate(oracle.hidden_states(prompt) or []):
-                error = (seen.state(index).cpu() - expected).abs().max()
-                assert error <= 1e-3 * expected.abs().max(), (prompt.name, index, error)
+            check_prompt(oracle, prompt, model, way(len(prompt.sequence)))
         oracle.check_greedy(prompt, model.greedy(prompt.ids, 32))
 
 

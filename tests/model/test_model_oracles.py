@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from closeness import Run, check_close, closeness, expected_run, run_of
-from lone_model import LoneModel, Recorder
+from against_oracle import Run, check_close, check_prompt, closeness, expected_run, run_of
+from lone_model import LoneModel
 from oracle_check import Oracle, Prompt
 
 from ftd.kernels.cpu import native
@@ -85,14 +85,7 @@ def model(directory, ops) -> LoneModel:
 def test_logits_routing_and_hidden_states_match(model, oracle, way):
     assert list(model.spec.moe_layers) == oracle.moe_layers
     for prompt in oracle.prompts:
-        seen = Recorder()
-        logits = model.run(prompt.sequence, WAYS[way](len(prompt.sequence)), seen)
-        oracle.check_logits(prompt, logits)
-        for layer in oracle.moe_layers:
-            oracle.check_routing(prompt, layer, *seen.routing(layer))
-        for index, expected in enumerate(oracle.hidden_states(prompt) or []):
-            error = (seen.state(index) - expected).abs().max()
-            assert error <= 1e-3 * expected.abs().max(), (prompt.name, index, error)
+        check_prompt(oracle, prompt, model, WAYS[way](len(prompt.sequence)))
 
 
 def test_chat_template_and_ids_are_those_of_the_oracle(oracle, directory):

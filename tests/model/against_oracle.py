@@ -1,4 +1,4 @@
-"""What a bfloat16 run may differ by from float32: the tolerances of the oracle's README."""
+"""A model against its oracle in float32, and in bfloat16: the tolerances of the oracle's README."""
 
 from __future__ import annotations
 
@@ -7,13 +7,34 @@ from dataclasses import dataclass
 
 import torch
 from lone_model import LoneModel, Recorder
-from oracle_check import Oracle, Prompt
+from oracle_check import Oracle, OracleMismatch, Prompt
 
+HIDDEN = 1e-3  # in float32, of the largest number of a state
 LOGIT = 0.25  # judged by the median; transformers itself in bfloat16: 0.14 to 0.27
 ROUTER_WEIGHT = 2e-2
 DISAGREED = 0.02  # of the rows that were the same so far
 OTHER_TOKENS = 0.05  # of clear choices: a row looks back at those where a router chose otherwise
 CLEAR = 0.5  # a margin of the best two tokens
+
+
+def check_prompt(
+    oracle: Oracle, prompt: Prompt, model: LoneModel, chunks: Sequence[int]
+) -> torch.Tensor:
+    """Logits [T, V] of a float32 model: they, the routing and the states are the oracle's.
+
+    Raises:
+        OracleMismatch: the first difference that is too large.
+    """
+    seen = Recorder()
+    logits = model.run(prompt.sequence, chunks, seen)
+    oracle.check_logits(prompt, logits)
+    for layer in oracle.moe_layers:
+        oracle.check_routing(prompt, layer, *seen.routing(layer))
+    for index, expected in enumerate(oracle.hidden_states(prompt) or []):
+        error = (seen.state(index).cpu() - expected).abs().max() / expected.abs().max()
+        if not error <= HIDDEN:
+            raise OracleMismatch(f"{prompt.name}: hidden state {index} is off by {error:.3g}")
+    return logits
 
 
 @dataclass(frozen=True)
