@@ -25,7 +25,7 @@ from .fields import (
     read_stops,
     token_id,
 )
-from .generation import Job, Prompt, Usage, room_tokens
+from .generation import Job, Prompt, Usage, refuse_too_long, room_tokens
 from .logprobs import completion_logprobs
 from .stream import DONE, event
 
@@ -85,6 +85,9 @@ def _read_prompts(fields: Fields, text: TextModel, limits: EngineLimits) -> tupl
         raise RequestInvalid(
             f"prompt has {len(value):,} prompts, {MAX_CHOICES} is the most", param="prompt"
         )
+    for one in value:
+        if isinstance(one, str):
+            refuse_too_long(text.least_tokens(one), limits)
     prompts = tuple(_prompt(one, text, limits.vocab) for one in value)
     for prompt in prompts:
         room_tokens(len(prompt.ids), limits, param="prompt")

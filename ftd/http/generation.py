@@ -103,6 +103,12 @@ def room_tokens(prompt_tokens: int, limits: EngineLimits, *, param: str = "messa
     return most - prompt_tokens
 
 
+def refuse_too_long(least_tokens: int, limits: EngineLimits) -> None:
+    """Of a prompt that is not tokenized yet. Raises ContextExceeded."""
+    if least_tokens:
+        room_tokens(least_tokens, limits)
+
+
 class Generation:
     """A job in the engine, from admission until every answer has ended or the client has left.
 

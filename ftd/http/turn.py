@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ftd.engine.api import Sampling
@@ -14,7 +15,7 @@ from ftd.text.stops import StopSet
 from ftd.text.textmodel import Rendered
 
 from .exchange import Asked
-from .generation import Job, Prompt, room_tokens
+from .generation import Job, Prompt, refuse_too_long, room_tokens
 
 MAX_TOOLS = 1024
 MAX_NAME_CHARS = 256
@@ -50,7 +51,8 @@ def turn_job(
         ContextExceeded: the prompt is too long.
     """
     limits, text = asked.served.engine.limits, asked.served.text
-    prompt = prompt_of(asked, conversation)
+    check = partial(refuse_too_long, limits=limits)
+    prompt = text.prompt(conversation, asked.tool_dialect, check)
     room_tokens(len(prompt.ids), limits)
     constraint = text.constraint(conversation, prompt.tail, limits.vocab, asked.tool_dialect)
     demand = conversation.demand

@@ -26,7 +26,7 @@ def _bytes_of_chars() -> dict[str, int]:
     return {chr(b): b for b in own} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
-_BYTE_OF_CHAR = _bytes_of_chars()
+BYTE_OF_CHAR = _bytes_of_chars()
 
 
 class Detokenizer(Protocol):
@@ -93,7 +93,7 @@ class Vocabulary:
     def _bytes_of(self, token: int, name: str) -> bytes:
         if self._byte_level:
             try:
-                return bytes(_BYTE_OF_CHAR[char] for char in name)
+                return bytes(BYTE_OF_CHAR[char] for char in name)
             except KeyError:  # an added token with, say, a blank in it stands for itself
                 return name.encode()
         if self._byte_fallback and (match := _BYTE_TOKEN.fullmatch(name)):

@@ -16,6 +16,7 @@ from ftd.errors import CheckpointError, RequestInvalid
 from ftd.kv.anchors import Anchor
 
 from .borders import Borders, find_borders
+from .bound import TokenBound
 from .conversation import Conversation
 from .detokenize import Detokenizer, Vocabulary
 from .dialects import Dialect, Markup, detect
@@ -61,6 +62,7 @@ class TextModel:
         self.path = path
         self._tokenizer = _load_tokenizer(path / "tokenizer.json")
         self._vocabulary = Vocabulary(self._tokenizer)
+        self._bound = TokenBound(self._tokenizer)
         self.vocab_size = self._tokenizer.get_vocab_size()  # the model's own may be larger
         tokenizer_config = read_json(path / "tokenizer_config.json")
         generation = read_json(path / "generation_config.json")
@@ -92,6 +94,10 @@ class TextModel:
         # the batch call gives the GIL away while it works, the single one does not
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)
         return list(encoding.ids)
+
+    def least_tokens(self, text: str) -> int:
+        """``encode`` makes at least so many of it, told without doing it; 0 of a short one."""
+        return self._bound.least_tokens(text)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of ``tokens``: special tokens and ids beyond the tokenizer's have none."""
@@ -134,12 +140,18 @@ class TextModel:
         assert refusal is not None
         raise refusal
 
-    def prompt(self, conversation: Conversation, dialect: str | None = None) -> Rendered:
+    def prompt(
+        self,
+        conversation: Conversation,
+        dialect: str | None = None,
+        check: Callable[[int], None] = lambda least_tokens: None,
+    ) -> Rendered:
         """``render`` of a conversation, with thinking and past calls in the template's own terms,
         and past answers that are remembered as the tokens they were generated in.
 
         Args:
             dialect: how the model writes calls and thinking; None: as its template tells.
+            check: told how many tokens it will have at least, before it is tokenized; may raise.
         """
         tools = conversation.declarations
         markup = self._markup(conversation, dialect)
@@ -150,6 +162,7 @@ class TextModel:
         before = contexts(conversation.messages, tools, read)
         turns = self._remembered(conversation, markup, before)
         pieces = self._pieces(conversation.messages, tools, extra, frame, turns)
+        check(sum(len(p) if not isinstance(p, str) else self.least_tokens(p) for p in pieces))
         ids: list[int] = []
         for piece in pieces:
             ids += self._encoded.ids(piece) if isinstance(piece, str) else piece

@@ -160,6 +160,18 @@ async def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(fro
     assert not front.engine.requests
 
 
+async def test_a_prompt_too_long_by_its_bytes_is_refused_before_it_is_tokenized(front, monkeypatch):
+    await front.chat("hi")
+    front.engine.requests.clear()
+    monkeypatch.setattr(type(front.text), "encode", None)
+    long = "a" * 1_000_000
+    for status, body in (await front.chat(long), await front.complete(["hi", long])):
+        assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+    status, body = await front.message(long)
+    assert status == 400 and "prompt is too long: 15627 tokens > 2047" in body["error"]["message"]
+    assert not front.engine.requests
+
+
 async def test_the_pool_limits_as_well_and_is_named(front):
     front.engine.limits = replace(front.engine.limits, pool_tokens=64)
     status, body = await front.chat("word " * 100)
