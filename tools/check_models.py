@@ -34,7 +34,8 @@ from ftd.kernels.formats import FORMATS, ExpertLayout, expert_layout
 from ftd.kernels.ops import Ops
 from ftd.kernels.reference import TorchOps
 from ftd.memory.machine import Gpu, Machine
-from ftd.memory.plan import MemoryPlan, plan_memory
+from ftd.memory.plan import MemoryPlan
+from ftd.memory.planner import plan_memory
 from ftd.model.registry import ARCHITECTURES, architecture_for
 from ftd.model.spec import ModelSpec, MoeSpec
 from ftd.text.messages import normalise

@@ -50,7 +50,8 @@ from ftd.kv.host import HostTier
 from ftd.kv.state_cache import StateCache
 from ftd.kv.window_cache import WindowPages, WindowStates
 from ftd.memory import vram
-from ftd.memory.plan import MemoryPlan, act_dtype
+from ftd.memory.needs import act_dtype
+from ftd.memory.plan import MemoryPlan
 from ftd.model.architecture import Model
 from ftd.model.spec import ModelSpec, MoeSpec
 from ftd.schedule.policy import Limits

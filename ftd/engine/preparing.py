@@ -27,7 +27,8 @@ from ftd.cuda.memory import held_bytes
 from ftd.kernels.formats import ExpertLayout
 from ftd.memory import vram
 from ftd.memory.machine import Gpu, Machine, own_bytes, read_machine
-from ftd.memory.plan import MemoryPlan, plan_memory
+from ftd.memory.plan import MemoryPlan
+from ftd.memory.planner import plan_memory
 from ftd.model.architecture import Architecture
 from ftd.model.registry import architecture_for
 from ftd.model.spec import ModelSpec

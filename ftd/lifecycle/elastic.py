@@ -27,7 +27,8 @@ from ftd.lifecycle.succession import Footprint
 from ftd.memory.balance import Demand, LastMove, Limits, Sizes, next_sizes, room_for
 from ftd.memory.budget import Bounds, Planner, least_budget, plan_change, settings_for
 from ftd.memory.change import Change
-from ftd.memory.plan import MIN_CONTEXT_TOKENS, MemoryPlan
+from ftd.memory.needs import MIN_CONTEXT_TOKENS
+from ftd.memory.plan import MemoryPlan
 from ftd.memory.vram import staging_beside
 from ftd.memory.yielding import Calm, next_budget, no_gpu_to_share
 from ftd.units import Amount, format_bytes

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from driving import answer_all, answer_interrupted, comparable, engine_core, request
 
-import ftd.memory.plan
+import ftd.memory.needs
 from ftd.engine.api import Anchor, EngineRequest, Finish, Sampling
 
 ORACLES = Path(__file__).parents[1] / "data" / "oracles"
@@ -55,7 +55,7 @@ def check_at_rest(core) -> None:
 def paged_core(model: Path, **settings):
     """An engine that keeps all keys of all layers."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ftd.memory.plan, "windowing", lambda spec: None)
+        patch.setattr(ftd.memory.needs, "windowing", lambda spec: None)
         with engine_core(model, **{"cpu_threads": 1, **settings}) as core:
             assert core.kv.windows is None
             yield core

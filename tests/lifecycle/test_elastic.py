@@ -20,7 +20,7 @@ from ftd.lifecycle.elastic import ElasticMemory
 from ftd.memory.balance import LastMove
 from ftd.memory.change import Change
 from ftd.memory.machine import Gpu
-from ftd.memory.plan import plan_memory
+from ftd.memory.planner import plan_memory
 from ftd.memory.yielding import Calm
 from ftd.units import Amount, GiB, MiB
 

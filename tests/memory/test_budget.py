@@ -15,7 +15,7 @@ from ftd.kernels.formats import FORMATS, expert_layout
 from ftd.memory.budget import Bounds, plan_change, settings_for
 from ftd.memory.change import Change
 from ftd.memory.machine import Gpu, Machine
-from ftd.memory.plan import plan_memory
+from ftd.memory.planner import plan_memory
 from ftd.model.spec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec
 from ftd.units import Amount, GiB, MiB
 

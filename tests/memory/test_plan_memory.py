@@ -11,7 +11,7 @@ from ftd.config import Config, load_config
 from ftd.errors import BudgetExceeded, ConfigError
 from ftd.kernels.formats import FORMATS, expert_layout
 from ftd.memory.machine import Machine
-from ftd.memory.plan import plan_memory
+from ftd.memory.planner import plan_memory
 from ftd.model.spec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec, SharedSpec
 from ftd.units import Amount, GiB, MiB, parse_size
 

@@ -13,7 +13,8 @@ from ftd.errors import BudgetExceeded
 from ftd.kernels.formats import FORMATS, expert_layout
 from ftd.kv.state_cache import StateCache, slot_bytes
 from ftd.memory.machine import Gpu, Machine
-from ftd.memory.plan import KEPT_STATES, MemoryPlan, plan_memory
+from ftd.memory.plan import MemoryPlan
+from ftd.memory.planner import KEPT_STATES, plan_memory
 from ftd.model.qwen3_5_moe import Qwen3_5Moe
 from ftd.units import Amount, GiB
 

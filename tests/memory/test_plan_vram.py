@@ -10,7 +10,7 @@ from ftd.config import Config
 from ftd.errors import BudgetExceeded, ConfigError
 from ftd.kernels.formats import FORMATS, expert_layout
 from ftd.memory.machine import Gpu, Machine
-from ftd.memory.plan import plan_memory
+from ftd.memory.planner import plan_memory
 from ftd.memory.yielding import SPARE_BYTES
 from ftd.model.spec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec
 from ftd.units import Amount, GiB, MiB

@@ -9,7 +9,8 @@ import pytest
 from ftd.config import Config
 from ftd.kernels.formats import FORMATS, expert_layout
 from ftd.memory.machine import Gpu, Machine
-from ftd.memory.plan import MemoryPlan, plan_memory
+from ftd.memory.plan import MemoryPlan
+from ftd.memory.planner import plan_memory
 from ftd.model.spec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec
 from ftd.units import Amount, GiB
 

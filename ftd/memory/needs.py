@@ -1,0 +1,104 @@
+"""What a model needs whatever the memory there is: sizes that follow from it and the settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ftd.config import Config
+from ftd.kernels.formats import ExpertLayout
+from ftd.kv.state_cache import slot_bytes
+from ftd.kv.states import LIVE_STATES
+from ftd.kv.windowing import Windowing, windowing
+from ftd.memory import vram
+from ftd.memory.machine import Gpu
+from ftd.memory.workspace import workspace_bytes
+from ftd.model.spec import ModelSpec, MoeSpec
+from ftd.units import MiB
+
+PAGE_TOKENS = 16  # small enough to share prefixes well, large enough to read in one go
+MIN_CONTEXT_TOKENS = 64  # less than a chat template and a short answer is no service
+PREFILL_CHUNK_TOKENS = 256  # a longer one gains little on a CPU and makes others wait
+HEADROOM_BYTES = 256 * MiB  # interpreter, libraries, requests and answers as text
+HEADROOM_SHARE = 0.02  # of the weights: page tables, and what allocators keep
+
+
+def act_dtype(config: Config, spec: ModelSpec) -> Literal["bfloat16", "float32"]:
+    """Type of activations and KV: "auto" follows what the model was published to compute in."""
+    if config.dtype != "auto":
+        return config.dtype
+    return "float32" if spec.dtype == "float32" else "bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    spec: ModelSpec
+    num_experts: int  # of all layers
+    record_bytes: int
+    page_bytes: int
+    chunk: int
+    dense_bytes: int
+    pool_bytes: int
+    workspace_bytes: int
+    headroom_bytes: int
+    state_bytes: int  # of one sequence's recurrent state, or of a copy of its windows
+    live_states: int  # that running sequences need at most
+    windowing: Windowing | None
+    num_window_pages: int
+    window_bytes: int
+
+    @staticmethod
+    def of(
+        spec: ModelSpec, layout: ExpertLayout, dense_bytes: int, config: Config, gpu: Gpu | None
+    ) -> Needs:
+        mlps = [layer.mlp for layer in spec.layers]
+        num_experts = sum(mlp.num_experts for mlp in mlps if isinstance(mlp, MoeSpec))
+        pool_bytes = num_experts * layout.record_bytes
+        act_bytes = 4 if act_dtype(config, spec) == "float32" else 2
+        chunk = vram.PREFILL_CHUNK_TOKENS if gpu else PREFILL_CHUNK_TOKENS
+        if config.prefill_chunk != "auto":
+            chunk = config.prefill_chunk
+        chunk = min(chunk, spec.context if config.context == "auto" else config.context)
+        token_bytes, state_bytes = spec.kv_bytes_per_token * act_bytes // 2, 0
+        num_window_pages = window_bytes = 0
+        if (windows := windowing(spec)) is not None:
+            num_window_pages = windows.num_pages(PAGE_TOKENS, config.max_running, chunk)
+            window_bytes = num_window_pages * PAGE_TOKENS * windows.token_bytes(act_bytes)
+            token_bytes -= windows.token_bytes(act_bytes)
+            state_bytes = windows.slot_bytes(act_bytes)
+        return Needs(
+            spec=spec,
+            num_experts=num_experts,
+            record_bytes=layout.record_bytes,
+            page_bytes=PAGE_TOKENS * token_bytes,
+            chunk=chunk,
+            dense_bytes=dense_bytes,
+            pool_bytes=pool_bytes,
+            workspace_bytes=workspace_bytes(
+                spec,
+                layout,
+                rows=chunk + config.max_running,
+                sampled=max(config.max_running, vram.SAMPLED_ROWS if gpu else 0),
+                on_gpu=gpu is not None,
+            ),
+            headroom_bytes=HEADROOM_BYTES + int(HEADROOM_SHARE * (dense_bytes + pool_bytes)),
+            state_bytes=state_bytes or slot_bytes(spec, act_bytes),
+            live_states=LIVE_STATES * config.max_running if spec.delta_layers else 0,
+            windowing=windows,
+            num_window_pages=num_window_pages,
+            window_bytes=window_bytes,
+        )
+
+    @property
+    def fixed_bytes(self) -> int:
+        weights = self.dense_bytes + self.pool_bytes
+        states = self.live_states * self.state_bytes
+        return weights + self.workspace_bytes + self.headroom_bytes + states + self.window_bytes
+
+    @property
+    def least_kv_bytes(self) -> int:
+        return pages_for(MIN_CONTEXT_TOKENS) * self.page_bytes
+
+
+def pages_for(tokens: int) -> int:
+    return -(-tokens // PAGE_TOKENS)
