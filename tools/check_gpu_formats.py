@@ -20,15 +20,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from check_gpu_kernels import BF16, F32, failures, routes, row, run_both, seconds
+from gpu_trials import BF16, F32, failures, ops, reference, routes, row, run_both, seconds
 
 from ftd.kernels.activation import GPT_OSS, SILU, Activation
 from ftd.kernels.formats import FORMATS, ExpertLayout, MatrixLayout, PackedMatrix, expert_layout
-from ftd.kernels.reference import TorchOps
 from ftd.kernels.triton.moe_decode import Tuning, moe_decode
-from ftd.kernels.triton.ops import CudaOps
-
-reference, ops = TorchOps(), CudaOps()
 
 
 @dataclass(frozen=True)

@@ -14,95 +14,30 @@ replays. Exits 1 if anything differs.
 from __future__ import annotations
 
 import argparse
-import functools
-import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import product
 
 import torch
+from gpu_trials import (
+    BF16,
+    F32,
+    Records,
+    failures,
+    ops,
+    reference,
+    routes,
+    row,
+    run_both,
+    seconds,
+)
+from gpu_trials_delta import bench_delta, check_delta
+from gpu_trials_sample import bench_sample, check_sample
 
-from ftd.kernels.delta import DeltaWeights, LayerStates, StateRows, States, StateSpan
 from ftd.kernels.formats import FORMATS, ExpertLayout, expert_layout
 from ftd.kernels.ops import Ops
 from ftd.kernels.places import places as reference_places
-from ftd.kernels.reference import TorchOps
-from ftd.kernels.sample import (
-    BIASED,
-    LOGPROBS,
-    MASKED,
-    PENALISED,
-    Drawn,
-    Kept,
-    RowNumbers,
-    Rows,
-    mask_words,
-    sample_ref,
-)
 from ftd.kernels.triton.moe_decode import Tuning, moe_decode
-from ftd.kernels.triton.ops import CudaOps
 from ftd.kernels.triton.places import places
-from ftd.kernels.triton.sample import Work, sample
-
-BF16, F32 = torch.bfloat16, torch.float32
-reference, ops = TorchOps(), CudaOps()
-failures: list[str] = []
-
-
-class Records:
-    """Random experts, in GPU memory or in pinned host memory."""
-
-    def __init__(
-        self, layout: ExpertLayout, num: int, *, on_gpu: bool, scale: float = 0.02
-    ) -> None:
-        count = layout.record_bytes * num // layout.format.dtype.itemsize
-        generator = torch.Generator("cuda").manual_seed(num)
-        numbers = torch.empty(count, dtype=layout.format.dtype, device="cuda")
-        numbers.normal_(0, scale, generator=generator)
-        self.memory = numbers if on_gpu else numbers.cpu().pin_memory()
-        self.bytes = self.memory.view(torch.uint8).view(num, -1)
-        start = self.memory.data_ptr()
-        self.address = torch.arange(num) * layout.record_bytes + start
-
-
-# ---- checks
-
-
-def compare(name: str, mine: torch.Tensor, expected: torch.Tensor, act: torch.dtype) -> None:
-    mine, expected = mine.detach().cpu().float(), expected.float()
-    limit = 1e-4 if act == F32 else 1.5e-2
-    error = float((mine - expected).abs().max()) if mine.numel() else 0.0
-    scale = max(1e-6, float(expected.abs().max())) if mine.numel() else 1.0
-    if not error <= limit * scale:  # NaN too
-        failures.append(name)
-        print(f"WRONG {name}: error {error:.3g} of {scale:.3g}", flush=True)
-
-
-def run_both(
-    name: str,
-    act: torch.dtype,
-    run: Callable[..., torch.Tensor],
-    expect: Callable[..., torch.Tensor],
-    draws: Sequence[tuple[torch.Tensor, ...]],  # inputs on the CPU, of equal shapes
-) -> None:
-    """Run directly on the first inputs, capture there, replay with each of them."""
-    held = tuple(x.cuda() for x in draws[0])
-    compare(name, run(*held), expect(*draws[0]), act)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        run(*held)
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream):
-        out = run(*held)
-    for draw in draws[::-1]:
-        for to, given in zip(held, draw, strict=True):
-            to.copy_(given)
-        graph.replay()
-        torch.cuda.synchronize()
-        compare(f"{name}, replayed", out, expect(*draw), act)
 
 
 def check_linear() -> None:
@@ -187,9 +122,9 @@ def check_moe_paths(
             failures.append(f"{name} {what}")
             print(f"WRONG {name} {what}: not bitwise the same", flush=True)
     used = set(ids.flatten().tolist())
-    for expert, row in enumerate(empty):
-        wanted = slots.bytes[expert] if expert % 2 and expert in used else torch.zeros_like(row)
-        if not torch.equal(row, wanted):
+    for expert, stored in enumerate(empty):
+        wanted = slots.bytes[expert] if expert % 2 and expert in used else torch.zeros_like(stored)
+        if not torch.equal(stored, wanted):
             failures.append(f"{name} fill")
             print(f"WRONG {name}: record {expert} is not filled as it should be", flush=True)
             return
@@ -324,205 +259,7 @@ def check_gates() -> None:
         )
 
 
-class DeltaLayer:
-    """A gated delta net of Qwen3.6's size, the same states for the reference and for the kernels.
-
-    The kernels' odd slots lie in pinned host memory.
-    """
-
-    NK, NV, D, SLOTS = 16, 32, 128, 20
-
-    def __init__(self, act: torch.dtype) -> None:
-        self.act, self.channels = act, (2 * self.NK + self.NV) * self.D
-        self.tail = self.NV * self.D * self.D * 4
-        on_cpu = DeltaWeights(
-            self.NK, self.NV, self.D, self.D,
-            conv=torch.randn(4, self.channels) * 0.5,
-            rate=-torch.rand(self.NV).double(),
-            bias=torch.randn(self.NV).double(),
-            norm=torch.randn(self.D),
-            norm_eps=1e-6,
-        )  # fmt: skip
-        on_gpu = replace(
-            on_cpu,
-            **{name: getattr(on_cpu, name).cuda() for name in ("conv", "rate", "bias", "norm")},
-        )
-        size = self.tail + 3 * self.channels * act.itemsize
-        self.slots = torch.empty(self.SLOTS, size, dtype=torch.uint8)
-        self.slots[:, : self.tail].view(torch.float32).normal_()
-        self.slots[:, self.tail :].view(act).normal_()
-        self.on_gpu, self.pinned = self.slots.cuda(), self.slots.clone().pin_memory()
-        steps = size * torch.arange(self.SLOTS)
-        odd = torch.arange(self.SLOTS) % 2 == 1
-        mixed = torch.where(odd, self.pinned.data_ptr(), self.on_gpu.data_ptr()) + steps
-        self.reference = on_cpu, LayerStates(self.slots.data_ptr() + steps, 0, self.tail)
-        self.mine = on_gpu, LayerStates(mixed.cuda(), 0, self.tail)
-
-    def draw(self, T: int) -> tuple[torch.Tensor, ...]:
-        qkv, z = torch.randn(T, self.channels), torch.randn(T, self.NV * self.D)
-        return qkv.to(self.act), z.to(self.act), torch.randn(T, self.NV), torch.randn(T, self.NV)
-
-    def compare_states(self, name: str) -> None:
-        mine = self.on_gpu.cpu()
-        mine[1::2] = self.pinned[1::2]
-        for slot in range(self.SLOTS):
-            a, b = (states[slot, : self.tail].view(torch.float32) for states in (mine, self.slots))
-            compare(f"{name}, state {slot}", a, b, self.act)
-            if not torch.equal(mine[slot, self.tail :], self.slots[slot, self.tail :]):
-                failures.append(f"{name}, tail {slot}")
-                print(f"WRONG {name}: tail of slot {slot}", flush=True)
-
-
-def check_delta() -> None:
-    """Slots are written before they are read again, so a replay finds other states than before."""
-    for act in (BF16, F32):
-        layer = DeltaLayer(act)
-        spans = (
-            StateSpan(0, None, ((200, 8),)),
-            StateSpan(200, 3, ((202, 9),)),
-            StateSpan(202, 4, ((203, 10), (330, 11), (400, 12))),
-        )
-        inputs = layer.draw(400)
-        weights, states = layer.mine
-        mine = ops.delta(*(x.cuda() for x in inputs), weights, states, spans)
-        compare(f"delta {act} chunks", mine, reference.delta(*inputs, *layer.reference, spans), act)
-        torch.cuda.synchronize()
-        layer.compare_states(f"delta {act} chunks")
-        for B in (1, 2, 8):
-            slots = torch.arange(B)
-
-            def rows(one: Ops, *given: torch.Tensor) -> torch.Tensor:
-                held = layer.reference if one is reference else layer.mine
-                return one.delta(*given[:4], *held, StateRows(*given[4:]))
-
-            draws = []
-            for turn in range(2):
-                source, target = slots + 10 * turn, slots + 10 - 10 * turn
-                if B > 1:
-                    source[0], target[1] = -1, -1
-                draws.append((*layer.draw(B), source, target))
-            run_both(
-                f"delta {act} B={B}", act, lambda *a: rows(ops, *a), lambda *a: rows(reference, *a),
-                draws,
-            )  # fmt: skip
-
-
-class Draws:
-    """Rows of logits to be drawn from, with the reference on the CPU and the kernels on the GPU."""
-
-    ASKED = (
-        RowNumbers(),
-        RowNumbers(temperature=0.9),
-        RowNumbers(temperature=0.7, top_k=20, top_p=0.8),
-        RowNumbers(temperature=1.0, top_p=0.95, min_p=0.01),
-        RowNumbers(temperature=1.5, top_k=5000),
-        RowNumbers(temperature=1e30, top_p=0.5),
-        RowNumbers(0.8, 0, 0.9, 0.0, 0.5, 0.2, 1.1, BIASED | PENALISED | MASKED | LOGPROBS, 1),
-        RowNumbers(0.0, 0, 1.0, 0.0, 0.0, 0.3, 1.2, PENALISED | LOGPROBS, 4),
-    )
-    PLAIN = tuple(RowNumbers(temperature=t) for t in (0.6, 1.0, 0.0, 2.0) * 2)
-
-    def __init__(self, B: int, V: int, asked: Sequence[RowNumbers], spread: float = 3.0) -> None:
-        self.B, self.asked = B, asked[:B]
-        self.shapes = functools.reduce(operator.or_, (n.shapes for n in self.asked))
-        self.logits = torch.randn(B, V) * spread
-        self.rows, self.kept = Rows(B), Kept(8, V, "cpu")
-        self.kept.bias[1, torch.randperm(V)[:500]] = 5.0
-        self.kept.counts[:, torch.randperm(V)[:500]] = 5
-        self.mask = torch.randint(-(2**31), 2**31 - 1, (B, mask_words(V)), dtype=torch.int32)
-        self.set(0.5)
-        self.out, self.ids = Drawn.empty(B, "cuda"), torch.zeros(B, dtype=torch.int64).cuda()
-        self.on_gpu = Rows(B, "cuda"), Kept(8, V, "cuda"), self.mask.cuda(), Work(8, V, "cuda")
-        self.logits_on_gpu = self.logits.cuda()
-        self.send()
-
-    def set(self, first: float) -> None:
-        for b, numbers in enumerate(self.asked):
-            self.rows.set(b, numbers, (first + 0.618 * b) % 1 or 0.5)
-
-    def send(self) -> None:
-        rows, kept, *_ = self.on_gpu
-        self.logits_on_gpu.copy_(self.logits)
-        rows.block.copy_(self.rows.block)
-        kept.counts.copy_(self.kept.counts)
-        kept.bias.copy_(self.kept.bias)
-
-    def draw(self) -> None:
-        rows, kept, mask, work = self.on_gpu
-        sample(self.logits_on_gpu, rows, kept, mask, self.out, self.ids, work, self.shapes)
-
-    def compare(self, name: str) -> list[bool]:
-        """Which rows drew what the reference draws; all else has to be equal."""
-        wanted = Drawn.empty(self.B, "cpu")
-        sample_ref(self.logits, self.rows, self.kept, self.mask, wanted)
-        found = Drawn(self.out.block.cpu())
-        same = (found.tokens == wanted.tokens)[: self.B].tolist()
-        sound = wanted.bad == 0  # in others everything but that is undefined
-        wrong = not found.bad.equal(wanted.bad) or not found.top[sound].equal(wanted.top[sound])
-        for numbers, equal, is_sound in zip(self.asked, same, sound.tolist()):
-            wrong |= is_sound and not numbers.temperature and not equal
-        error = (found.top_logprobs - wanted.top_logprobs)[sound].abs().max()
-        if all(same) and sound.all():
-            error = max(error, (found.logprob - wanted.logprob).abs().max())
-            wrong |= not self.on_gpu[1].counts.cpu().equal(self.kept.counts)
-        if wrong or not error <= 1e-4:
-            failures.append(name)
-            print(f"WRONG {name}: {found.tokens.tolist()}, not {wanted.tokens.tolist()}; {error}")
-        return same
-
-
-def check_sample() -> None:
-    """Draws may differ where the uniform number falls on a border of tokens: one in a hundred."""
-    same: list[bool] = []
-    for (V, spread), B, asked in product(
-        ((151936, 3.0), (151936, 0.05), (1000, 2.0)), (1, 8), (Draws.ASKED, Draws.PLAIN)
-    ):
-        draws = Draws(B, V, asked[::-1], spread)
-        name = f"sample V={V} spread={spread} B={B}"
-        draws.draw()
-        same += draws.compare(name)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            draws.draw()
-        for turn in range(6):
-            draws.set(0.07 + 0.15 * turn)
-            draws.logits = draws.logits.roll(turn, 1)
-            if turn == 5:
-                draws.logits[0, 7] = float("nan")
-            draws.send()
-            graph.replay()
-            torch.cuda.synchronize()
-            same += draws.compare(f"{name}, replayed")[turn == 5 :]
-    if same.count(False) > len(same) / 100:
-        failures.append("sample")
-        print(f"WRONG sample: {same.count(False)} of {len(same)} draws differ", flush=True)
-
-
 # ---- times
-
-
-def seconds(run: Callable[[int], object], rounds: int = 20) -> float:
-    """Of one call, from a graph of ``rounds`` of them; the best of five replays."""
-    run(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(rounds):
-            run(i)
-    times = []
-    for _ in range(6):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1000 / rounds)
-    return min(times[1:])
-
-
-def row(what: str, s: float, num_bytes: float = 0, flops: float = 0) -> None:
-    rate = f"{num_bytes / s / 1e9:8.0f} GB/s" if num_bytes else f"{flops / s / 1e12:8.1f} TFLOP/s"
-    print(f"{what:58} {s * 1e6:9.1f} us {rate}", flush=True)
 
 
 def bench_linear() -> None:
@@ -537,13 +274,6 @@ def bench_linear() -> None:
             x = torch.randn(1, K, dtype=BF16, device="cuda")
             row("  cuBLAS T=1", seconds(lambda i, w=weights: x @ w[i % len(w)].T), outputs * K * 2)
         del weights
-
-
-def routes(T: int, E: int, K: int, num: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(T)
-    for _ in range(num):
-        ids = torch.rand(T, E, generator=generator).topk(K).indices.int()
-        yield ids.cuda(), torch.rand(T, K, generator=generator).cuda()
 
 
 def bench_moe_decode() -> None:
@@ -615,37 +345,6 @@ def bench_attention() -> None:
         sequence = torch.zeros(T, dtype=torch.int32, device="cuda")
         s = seconds(lambda i: ops.attention(q, k, v, table, sequence, position, 0.09), 4)
         row(f"attention prefill {T} behind {before}", s, flops=4 * N * D * T * (before + T / 2))
-
-
-def bench_delta() -> None:
-    layer = DeltaLayer(BF16)
-    address = layer.on_gpu.data_ptr() + layer.on_gpu.stride(0) * torch.arange(layer.SLOTS)
-    on_gpu = LayerStates(address.cuda(), 0, layer.tail)
-
-    def bench(what: str, T: int, at: States, num_bytes: float = 0, flops: float = 0) -> None:
-        inputs = [x.cuda() for x in layer.draw(T)]
-        s = seconds(lambda i: ops.delta(*inputs, layer.mine[0], on_gpu, at), 8)
-        row(f"delta {what}", s, num_bytes, flops)
-
-    for B in (1, 4, 8):
-        slots = torch.arange(B, device="cuda")
-        bench(f"decode B={B}", B, StateRows(slots, slots + 10), num_bytes=2 * B * layer.tail)
-    for T in (64, 512, 2048):
-        flops = T * layer.NV * (6 * 128 * 128 + 6 * 64 * 128)
-        bench(f"prefill {T}", T, (StateSpan(0, 0, ((T, 1),)),), flops=flops)
-
-
-def bench_sample() -> None:
-    V = 151936
-    for B in (1, 4, 8):
-        for what, asked in (
-            ("temperature", Draws.PLAIN),
-            ("top_p", (RowNumbers(temperature=0.8, top_p=0.9),) * 8),
-            ("top_k, top_p", (Draws.ASKED[2],) * 8),
-            ("everything", (Draws.ASKED[6],) * 8),
-        ):
-            draws = Draws(B, V, asked)
-            row(f"sample B={B} {what}", seconds(lambda i, d=draws: d.draw()), B * V * 4)
 
 
 def bench_rows() -> None:

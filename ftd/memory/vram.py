@@ -1,4 +1,4 @@
-"""Who gets how much of the GPU's memory: pure, a part of ``ftd.memory.plan``.
+"""Who gets how much of the GPU's memory: pure, a part of ``ftd.memory.planner``.
 
 ``--vram`` is everything the driver shows for the process: context and libraries, dense weights,
 workspace of a step, recurrent states of running sequences, staging for prefill, KV, and expert

@@ -1,4 +1,4 @@
-"""What intermediate results of one step take: pure, a part of ``ftd.memory.plan``."""
+"""What intermediate results of one step take: pure, a part of ``ftd.memory.needs``."""
 
 from __future__ import annotations
 
