@@ -34,9 +34,10 @@ from ftd.errors import (
     LoadFailed,
     NotReady,
     TimedOut,
-    first_line,
 )
 from ftd.lifecycle.beside import cancel_all, on_thread, trim_memory
+from ftd.lifecycle.leaving import close, empty
+from ftd.lifecycle.opening import Opening
 from ftd.lifecycle.served import (
     BudgetDone,
     Candidate,
@@ -54,7 +55,6 @@ from ftd.lifecycle.succession import recovery_delay_s, retry_after_s
 from ftd.memory.change import Change
 
 if TYPE_CHECKING:
-    from ftd.checkpoint.source import ModelSource
     from ftd.config import Config
 
 log = structlog.get_logger(__name__)
@@ -80,19 +80,22 @@ class Lifecycle:
         self, config: Config, models: Models, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.state = State.LOADING
-        self.progress: Progress | None = None  # of the operation under way
         self.model: ServedModel | None = None  # the loaded one, whether or not it takes requests
         self.config = config  # of that model, or the last one
         self.last_failure: str | None = None  # of an engine or a reload; a good reload clears it
-        self._models = models
         self._clock = clock
         self._cause = "the model is loading"
         self._accepting = False
-        self._pieces = 0  # of loading that have been done
         self._operation: asyncio.Task[Any] | None = None
         self._changed = asyncio.Event()  # replaced at each change
         self._stopping = threading.Event()  # read by loader threads
         self._cutting = asyncio.Event()  # nobody waits for requests to finish any longer
+        self._opening = Opening(
+            models,
+            old=lambda: self.model.memory.footprint if self.model else None,
+            given_up=self._stopping.is_set,
+            clock=clock,
+        )
         self._failures_s: list[float] = []
         self._unloaded: Listed | None = None  # the model that the next request loads
         self._wakes_failed = 0
@@ -100,6 +103,11 @@ class Lifecycle:
         self._by_need = False  # budgets of models to come, too, are divided by need
 
     # ---- what anybody may ask at any time
+
+    @property
+    def progress(self) -> Progress | None:
+        """Of the operation under way."""
+        return self._opening.progress
 
     @property
     def ready(self) -> bool:
@@ -112,7 +120,7 @@ class Lifecycle:
         if self.model and self.state is not State.FAILED:
             return self.model.engine.heartbeat
         if self.progress and self.progress.phase is Phase.READING:
-            return self._pieces
+            return self._opening.pieces
         return time.monotonic_ns()  # only the loop itself is at work
 
     def current(self) -> ServedModel:
@@ -230,7 +238,7 @@ class Lifecycle:
         if self.model:
             if not self._fatal:  # else its requests have ended
                 await self._empty(self.model.engine, How.DRAIN, give_up_s - self._clock())
-            await _close(self.model.engine, NotReady(why, retry_after_s=5))
+            await close(self.model.engine, NotReady(why, retry_after_s=5))
             self.model = None
         self._stand(State.STOPPED, f"ftd has stopped{cause}", accepting=False)
 
@@ -292,7 +300,7 @@ class Lifecycle:
         return task
 
     def _operation_ended(self, task: asyncio.Task[Any]) -> None:
-        self._operation = self.progress = None
+        self._operation = self._opening.progress = None
         self._notify()
         if not task.cancelled() and (error := task.exception()):
             surprise = None if isinstance(error, FtdError) else error
@@ -390,7 +398,7 @@ class Lifecycle:
         try:
             return await self._empty(engine, how, timeout_s)
         finally:
-            await _close(engine, NotReady("the model was replaced", retry_after_s=1))
+            await close(engine, NotReady("the model was replaced", retry_after_s=1))
             del engine
             await on_thread(trim_memory)
 
@@ -405,14 +413,14 @@ class Lifecycle:
         try:
             return await self._empty(engine, how, timeout_s)
         finally:
-            await _close(engine, NotReady(why, retry_after_s=5))
+            await close(engine, NotReady(why, retry_after_s=5))
             del engine
             await on_thread(trim_memory)
 
     async def _replace(self, candidate: Candidate, old_name: str | None) -> None:
         """Load into the room made; if that fails, load the old model (None: there was none)."""
         try:
-            now_alone = await self._preflight(candidate.config, candidate.source)
+            now_alone = await self._opening.preflight(candidate.config, candidate.source)
             self._serve(await self._open(replace(candidate, preflight=now_alone)))
         except Exception as error:
             failure = f"loading {candidate.source.name} failed: {error}"
@@ -434,7 +442,7 @@ class Lifecycle:
 
     async def _budget(self, change: Change) -> BudgetDone:
         model = self.current()
-        self._phase(Phase.RESIZING)
+        self._opening.phase(Phase.RESIZING)
         done = await model.memory.apply(change)
         self._by_need = model.memory.auto
         self.config = model.memory.config
@@ -463,10 +471,10 @@ class Lifecycle:
             delay_s = recovery_delay_s(self._failures_s, self._clock())
             if delay_s is None:
                 raise EngineFailed(f"the engine failed too often, at last: {cause}")
-            self._phase(Phase.WAITING)
+            self._opening.phase(Phase.WAITING)
             if self.model:
                 engine, self.model = self.model.engine, None
-                await _close(engine, NotReady(f"the engine failed: {cause}", retry_after_s=5))
+                await close(engine, NotReady(f"the engine failed: {cause}", retry_after_s=5))
                 del engine
                 await on_thread(trim_memory)
             await asyncio.sleep(delay_s)
@@ -486,79 +494,16 @@ class Lifecycle:
     # ---- steps of operations
 
     async def _look_at(self, model: str | None) -> Candidate:
-        """Everything about a model that can be refused without reading its weights."""
-        config = replace(self.config, model=model) if model else self.config
-        self._phase(Phase.FINDING)
-        began_s = time.monotonic()
-        source = await on_thread(lambda: self._models.resolve(config.model, self._on_piece))
-        self._phase(Phase.CHECKING)
-        found_s = time.monotonic()
-        text = asyncio.ensure_future(on_thread(lambda: self._models.open_text(source)))
-        try:  # a large vocabulary and a GPU's context take about as long
-            preflight = await self._preflight(config, source)
-            candidate = Candidate(config, source, await text, preflight)
-        finally:
-            await cancel_all(text)
-        seconds = {"find_s": found_s - began_s, "check_s": time.monotonic() - found_s}
-        log.info("model.checked", **{name: round(s, 2) for name, s in seconds.items()})
-        return candidate
+        return await self._opening.look_at(
+            replace(self.config, model=model) if model else self.config
+        )
 
     async def _open(self, candidate: Candidate) -> ServedModel:
-        """Load, and run a first real step. Raises FtdError."""
-        self._phase(Phase.READING)
-        config, source = candidate.config, candidate.source
-        dialect = None if config.tool_dialect == "auto" else config.tool_dialect
-        vocab = candidate.preflight.vocab
-        constraints = asyncio.ensure_future(
-            on_thread(lambda: candidate.text.prepare_constraints(vocab, dialect))
-        )
-        try:
-            loaded = await on_thread(
-                lambda: self._models.load(
-                    config, candidate.preflight, self._on_piece, self._stopping.is_set
-                )
-            )
-            await constraints
-        except FtdError:
-            raise
-        except Exception as error:
-            log.error("model.load_failed", model=source.name, exc_info=error)
-            hint = "the log has the traceback"
-            cause = f"{type(error).__name__}: {first_line(error)}"
-            raise LoadFailed(f"{source.name}: {cause}", hint=hint) from None
-        finally:
-            await cancel_all(constraints)
-        if self._by_need:
-            await loaded.memory.apply(Change(auto=True))
-        names = dict.fromkeys((*config.served_name, source.name, config.model, str(source.path)))
-        name, *aliases = names
-        return ServedModel(
-            name=name,
-            aliases=tuple(aliases),
-            created=int(time.time()),
-            path=source.path,
-            text=candidate.text,
-            engine=loaded.engine,
-            memory=loaded.memory,
-        )
-
-    async def _preflight(self, config: Config, source: ModelSource) -> Preflight:
-        old = self.model.memory.footprint if self.model else None
-        return await on_thread(lambda: self._models.check(config, source, old))
+        return await self._opening.open(candidate, by_need=self._by_need)
 
     async def _empty(self, engine: EngineHandle, how: How, timeout_s: float) -> bool:
-        """Wait until an engine has no requests. False: some are left: cut, or out of time."""
-        self._phase(Phase.DRAINING)
-        if how is How.CUT or self._cutting.is_set():
-            status = engine.status()
-            return not (status.running or status.waiting)
-        draining = asyncio.ensure_future(engine.drain(max(0.0, timeout_s)))
-        cutting = asyncio.ensure_future(self._cutting.wait())
-        try:
-            await asyncio.wait({draining, cutting}, return_when=asyncio.FIRST_COMPLETED)
-            return draining.done() and draining.result()
-        finally:
-            await cancel_all(draining, cutting)
+        self._opening.phase(Phase.DRAINING)
+        return await empty(engine, how, timeout_s, self._cutting)
 
     async def _engine_failure(self) -> Exception:
         """Wait for the failure of whichever engine is loaded at that time."""
@@ -576,7 +521,7 @@ class Lifecycle:
     # ---- facts
 
     def _serve(self, model: ServedModel) -> None:
-        self.model, self.progress, self._unloaded = model, None, None
+        self.model, self._opening.progress, self._unloaded = model, None, None
         self._stand(State.READY, "", accepting=True)
 
     def _stand(self, state: State, cause: str, *, accepting: bool) -> None:
@@ -586,20 +531,6 @@ class Lifecycle:
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-    def _phase(self, phase: Phase) -> None:
-        self.progress = Progress(phase, self._clock())
-
-    def _on_piece(self, done_bytes: int, total_bytes: int) -> None:
-        """Called on the loader's thread; one assignment, so readers see one or the other."""
-        if self._stopping.is_set():
-            raise NotReady("loading was given up: ftd is stopping", retry_after_s=5)
-        if progress := self.progress:
-            if progress.phase is Phase.READING and 0 < total_bytes <= done_bytes:
-                self._phase(Phase.WARMING_UP)  # all read: what is left is a first real step
-            else:
-                self.progress = replace(progress, done_bytes=done_bytes, total_bytes=total_bytes)
-        self._pieces += 1
 
     def _since(self, began_s: float) -> float:
         return round(self._clock() - began_s, 3)
@@ -613,11 +544,3 @@ class Lifecycle:
         return NotReady(
             f"{self._cause}: {progress}", hint=f"retry in {after_s} s", retry_after_s=after_s
         )
-
-
-async def _close(engine: EngineHandle, cause: Exception | None) -> None:
-    """End what is left of its requests with ``cause``; an engine that will not end is left."""
-    try:
-        await engine.close(cause)
-    except FtdError as error:
-        log.error("engine.not_closed", error=str(error))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import socket
@@ -13,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import structlog
 from click.testing import CliRunner
 from huggingface_hub import constants
 
@@ -235,15 +233,6 @@ def test_limits_of_the_machine():
     assert list(limit_findings(ROOMY, 1024)) == []
     assert "huge pages are off" in texts(limit_findings(replace(ROOMY, huge_pages="never"), 4096))
     assert "256 file descriptors" in texts(limit_findings(ROOMY, 256))
-
-
-@pytest.fixture
-def log_as_before():
-    handlers = logging.getLogger().handlers[:]
-    yield
-    structlog.reset_defaults()
-    logging.getLogger().handlers[:] = handlers
-    logging.captureWarnings(False)
 
 
 def test_the_command_prints_to_stdout_and_exits_0_or_1(tmp_path, log_as_before):

@@ -107,7 +107,9 @@ async def test_a_folder_that_cannot_be_is_refused(script_model_dir, tmp_path):
             await commands.run(p.Profile())
 
 
-def test_ftd_profile_prints_the_table_and_ends(script_model_dir, tmp_path, monkeypatch):
+def test_ftd_profile_prints_the_table_and_ends(
+    script_model_dir, tmp_path, monkeypatch, log_as_before
+):
     monkeypatch.setattr("ftd.cli._leave", lambda code: code)
     flags = ["--model", script_model_dir, "--device", "cpu", "--profile-dir", tmp_path]
     done = CliRunner().invoke(main, ["--profile", *map(str, flags)])
