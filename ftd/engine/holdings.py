@@ -176,7 +176,10 @@ class Holdings:
 
     def resumed(self, sequence: Sequence) -> Anchor | None:
         """The anchor that a sequence which begins has come by last; counts as its use."""
-        anchor = self.anchors.resumed(sequence.ids, sequence.computed, sequence.request.session)
+        ids, request = sequence.ids, sequence.request
+        anchor = self.anchors.resumed(
+            ids, sequence.computed, request.session, trial=request.passing
+        )
         return Anchor(anchor.position, anchor.kind) if anchor else None
 
     def note_anchors(self, sequence: Sequence, anchors: Iterable[Anchor]) -> None:

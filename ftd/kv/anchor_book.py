@@ -77,10 +77,15 @@ class AnchorBook:
             upper.chance = max(upper.chance, chance(anchor.kind, turns=turns, side=side))
             turns += anchor.kind is AnchorKind.TURN
 
-    def resumed(self, ids: array[int], tokens: int, session: str = "") -> KeptAnchor | None:
+    def resumed(
+        self, ids: array[int], tokens: int, session: str = "", *, trial: bool = False
+    ) -> KeptAnchor | None:
         """A prompt goes on behind ``tokens`` known ones: the anchor it has passed last, if any.
 
         Where prompts part a second time is an anchor from then on.
+
+        Args:
+            trial: nobody has asked it: it counts in no total.
         """
         runs = self._tree.path(ids[:tokens])
         if not runs or runs[-1].end < tokens:
@@ -102,8 +107,8 @@ class AnchorBook:
             saved = Cost(1.0).seconds(0, tokens)
             passed.saved += saved
             self._shown.add(passed)
-            self.hits += 1
-            self.saved += saved
+            self.hits += not trial
+            self.saved += saved * (not trial)
         return passed
 
     def take_back(self, ids: array[int], anchors: Iterable[KeptAnchor]) -> None:
@@ -134,7 +139,12 @@ class AnchorBook:
         for run in reversed(list(self._tree.runs())):
             if not run.children and session in (None, _owner(run)):
                 freed += self._tree.drop(run)
+        self._shown = WeakSet(standing.anchor for book in self._tiers for standing in book)
         return freed
+
+    @property
+    def _tiers(self) -> tuple[AnchorBook, ...]:
+        return (self, self._below) if self._below else (self,)
 
     def __iter__(self) -> Iterator[Standing]:
         """All of them, each after those before it on its path."""

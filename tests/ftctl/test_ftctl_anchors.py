@@ -139,7 +139,7 @@ def test_of_many_anchors_people_see_those_used_last():
 
 
 def test_verify_replays_and_compares_and_leaves_nothing(daemon, tmp_path):
-    before, pages_before = listed(daemon), daemon.engine.status().pages_held
+    before, status_before = listed(daemon), daemon.engine.status()
     path = tmp_path / "short.json"
     path.write_bytes(orjson.dumps(SHORT))
     code, output = ftctl(daemon, "verify", "--sessions", path)
@@ -150,7 +150,10 @@ def test_verify_replays_and_compares_and_leaves_nothing(daemon, tmp_path):
     assert (session["requests"], session["unequal"]) == (3, 0)
     assert session["recomputed_tokens"] <= session["ideal_tokens"] + 16
     assert len(listed(daemon)) == len(before)
-    assert daemon.engine.status().pages_held == pages_before
+    status = daemon.engine.status()
+    assert status.pages_held == status_before.pages_held
+    assert status.anchors.hits == status_before.anchors.hits
+    assert status.anchors.count == len(before)
 
 
 def test_verify_refuses_what_is_no_recording(daemon, tmp_path):

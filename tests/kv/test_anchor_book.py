@@ -100,6 +100,23 @@ def test_the_deepest_anchor_passed_gets_the_hit(tree, pool, book):
     assert keep(tree, pool, book, [*range(4), 99]) is None
 
 
+def test_what_is_dropped_is_no_longer_counted(tree, pool, book):
+    keep(tree, pool, book, range(24), at(5, 20), "a")
+    keep(tree, pool, book, [*range(8), *[50] * 16], at(20), "b")
+    assert book.count == 3
+    held = list(book)  # as a cycle of runs is, until it is collected
+    book.drop("b")
+    assert book.count == 2
+    book.drop()
+    assert book.count == 0 and len(held) == 3
+
+
+def test_the_hit_of_a_trial_is_in_no_total(tree, pool, book):
+    keep(tree, pool, book, range(22), at(5))
+    assert book.resumed(array("i", range(22)), 8, trial=True).hits == 1
+    assert (book.hits, book.saved) == (0, 0.0)
+
+
 def test_where_prompts_part_twice_is_an_anchor(tree, pool, book):
     keep(tree, pool, book, range(30), at(8))
     assert keep(tree, pool, book, [*range(18), 90, 91]).position == 8
