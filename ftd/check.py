@@ -24,7 +24,7 @@ import click
 from ftd import __version__
 from ftd.checkpoint.source import ModelSource, NotDownloaded, resolve
 from ftd.checkpoint.stored import StoredMatrix
-from ftd.config import Config, HttpAddress, flag, shown
+from ftd.config import Config, HttpAddress, flag, read_small, shown
 from ftd.cuda.device import choose_gpu
 from ftd.cuda.looking import look_by_driver
 from ftd.engine.preparing import Prepared, prepare
@@ -241,7 +241,7 @@ def key_file_findings(path: Path | None) -> Iterator[Finding]:
         return
     where = f"{flag('api_key_file')} {path}"
     try:
-        mode, lines = path.stat().st_mode, path.read_bytes().splitlines()
+        mode, lines = path.stat().st_mode, read_small(path).splitlines()
     except OSError as e:
         yield Finding(Severity.REFUSED, f"{where}: cannot be read: {e.strerror}")
         return

@@ -39,6 +39,8 @@ def _option(f: dataclasses.Field[Any]) -> click.Option:
 def _run(check: bool, profile: bool, **flags: Any) -> None:
     given = {name: value for name, value in flags.items() if value not in (None, ())}
     try:
+        if check and profile:
+            raise ConfigError("--check and --profile are two things", hint="give one of them")
         config = load_config(given)
         if check or profile:
             code = _check(config) if check else _profile(config)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import errno
 import os
 import re
 import tomllib
@@ -31,6 +32,7 @@ CpuIsa = Literal["auto", "portable", "avx2", "avx512", "avx512bf16", "amx"]
 _NOT_OURS = re.compile(r"FTD_(SERVICE_(HOST|PORT)|PORT)(_.*)?")
 
 UNIX_PATH_BYTES = 107  # sun_path without its final zero
+FILE_BYTES = MiB  # of a file that people write; devices never end
 
 
 def setting(
@@ -329,9 +331,18 @@ def load_config(flags: Mapping[str, Any], environ: Mapping[str, str] | None = No
     return config
 
 
+def read_small(path: Path) -> bytes:
+    """Settings or keys, also from a pipe. Raises OSError, for more than ``FILE_BYTES`` as well."""
+    with path.open("rb") as file:
+        content = file.read(FILE_BYTES + 1)
+    if len(content) > FILE_BYTES:
+        raise OSError(errno.EFBIG, f"it has more than {format_bytes(FILE_BYTES)}")
+    return content
+
+
 def _from_file(path: Path, fields: Mapping[str, object]) -> Iterator[tuple[str, str, object]]:
     try:
-        table = tomllib.loads(path.expanduser().read_text(encoding="utf-8"))
+        table = tomllib.loads(read_small(path.expanduser()).decode())
     except OSError as e:
         raise ConfigError(f"--config {path}: cannot be read: {e.strerror}") from e
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:

@@ -57,6 +57,8 @@ class LifecycleCommands:
                 return await self._verify(tolerance, sessions)
             case p.Cancel(request_id):
                 return self._cancel(request_id)
+            case p.Check("") | p.Reload(""):
+                raise RequestInvalid("the model's name is empty", param="model")
             case p.Check(model):
                 return await self._check(model)
             case p.Reload(model, how, timeout_s):

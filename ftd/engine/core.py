@@ -249,7 +249,7 @@ class EngineCore:
                 if output.error:
                     raise output.error
         self.held.forget_all()
-        self.totals = Totals()
+        self.totals, self._meter = Totals(), Meter(self.clock)
         self.held.pages_evicted = 0
         self._fault = fault
 

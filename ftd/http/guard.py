@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import structlog
 from aiohttp import web
 
+from ftd.config import read_small
 from ftd.errors import ConfigError, FtdError, Unauthorized
 
 from .errors import Forbidden, MethodNotAllowed, NoSuchRoute, error_response
@@ -52,7 +53,7 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
             f"{request.method} {request.path} does not exist", hint=f"use {headers['Allow']}"
         )
     except web.HTTPNotFound:
-        refusal = _no_route(request.path, request.app)
+        refusal = _no_route(request.path or request.raw_path, request.app)  # CONNECT has no path
     except web.HTTPException as error:
         refusal = FtdError(error.reason)
         refusal.status, refusal.code = error.status, "http_error"
@@ -123,7 +124,7 @@ def read_keys(path: Path | None) -> list[bytes]:
     if path is None:
         return []
     try:
-        lines = path.read_bytes().splitlines()
+        lines = read_small(path).splitlines()
     except OSError as error:
         raise ConfigError(
             f"--api-key-file {path} cannot be read: {error.strerror}",

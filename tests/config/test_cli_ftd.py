@@ -56,6 +56,8 @@ def test_a_wrong_setting_is_a_usage_error(ftd):
     assert result.exit_code == 2
     assert result.stderr.startswith("ftd: error: --max-running: expected a whole number")
     assert ftd("--no-such-flag").exit_code == 2
+    both = ftd("--check", "--profile")
+    assert both.exit_code == 2 and "give one of them" in both.stderr
 
 
 def test_a_refusal_prints_error_and_hint_and_exits_1(ftd):

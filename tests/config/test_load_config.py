@@ -135,6 +135,7 @@ def test_profiles_lie_in_the_users_cache():
         ({"body_limit": "10"}, "expected from 1.00 KiB to 1.00 GiB, found 10 B"),
         ({"model": " "}, "--model: expected a text that is not empty, found ' '"),
         ({"socket": "/" + "x" * 107}, "expected a path of at most 107 bytes, found 108 bytes"),
+        ({"config": "/dev/zero"}, "--config /dev/zero: cannot be read: it has more than 1.00 MiB"),
         ({"fault": "step:0"}, "--fault: expected step:N, memory:N, gpu:N, load:N, stuck:N or"),
         ({"fault": "crash"}, "found 'crash'"),
         ({"context": "4096", "kv_tokens": "1024"}, "--context 4096 contradicts --kv-tokens 1024"),

@@ -102,6 +102,13 @@ async def test_check_changes_nothing(commands, lifecycle):
     assert lifecycle.current().engine is engine
 
 
+@pytest.mark.parametrize("command", [p.Reload(""), p.Check("")], ids=["reload", "check"])
+async def test_a_model_without_a_name_is_not_the_served_one(commands, command, models):
+    with pytest.raises(RequestInvalid, match="name is empty"):
+        await commands.run(command)
+    assert models.loads == ["a"]
+
+
 async def test_reload_and_drain(commands, lifecycle):
     done = await commands.run(p.Reload("b"))
     assert (done.model, done.was, done.beside, done.drained) == ("b", "a", True, True)

@@ -52,6 +52,12 @@ async def test_what_is_no_http_is_answered_with_an_error_object(front, sent, sta
     assert "\n" not in body["error"]["message"]
 
 
+async def test_a_proxy_s_request_names_what_it_asked_for(front):
+    connect = b"CONNECT a.example:443 HTTP/1.1\r\n" + HOST + b"Connection: close\r\n\r\n"
+    status, _, body = await ask(front, connect)
+    assert status == 404 and body["error"]["message"] == "a.example:443 does not exist"
+
+
 async def test_clients_of_messages_get_the_error_object_they_know(front):
     head = b"POST /v1/messages HTTP/1.1\r\n" + HOST
     for rest in (b"X: a\x01\r\n\r\n", b"Expect: the unexpected\r\nContent-Length: 2\r\n\r\n{}"):

@@ -38,6 +38,8 @@ def replayed():
 
     async def run():
         loaded = load_engine(config, prepare(path, config), lambda *_: None, lambda: False)
+        warmed_up = loaded.handle.status()
+        assert (warmed_up.steps, warmed_up.decode_pace_tokens_per_s) == (0, 0.0)
         try:
             found = verify(loaded.handle, TextModel(path), read_sessions())
             return {done.session: done async for done in found}, loaded.handle.status()
