@@ -11,16 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ftd.control.protocol import (
-    Command,
-    Error,
-    Malformed,
-    Progress,
-    build,
-    decode_object,
-    encode_command,
-    entry_of,
-)
+from ftd.control.lines import Malformed, build, decode_object, encode_command
+from ftd.control.protocol import Command, Error, Progress, entry_of
 
 ANSWER_TIMEOUT_S = 10.0  # ftd says something at least each half second while a command runs
 

@@ -17,16 +17,8 @@ from typing import Any, Protocol
 
 import structlog
 
-from ftd.control.protocol import (
-    LINE_LIMIT_BYTES,
-    Command,
-    Error,
-    Malformed,
-    Progress,
-    decode_command,
-    encode,
-    entry_of,
-)
+from ftd.control.lines import LIMIT_BYTES, Malformed, decode_command, encode
+from ftd.control.protocol import Command, Error, Progress, entry_of
 from ftd.control.socket_file import SocketFile
 from ftd.errors import FtdError
 from ftd.lifecycle.beside import cancel_all
@@ -75,7 +67,7 @@ class ControlServer:
 
     async def start(self) -> None:
         self._server = await asyncio.start_unix_server(
-            self._connected, sock=self._file.socket, limit=LINE_LIMIT_BYTES
+            self._connected, sock=self._file.socket, limit=LIMIT_BYTES
         )
 
     async def close(self) -> None:
@@ -128,7 +120,7 @@ class ControlServer:
         except (asyncio.IncompleteReadError, TimeoutError):
             return b""
         except asyncio.LimitOverrunError:
-            message = f"a line is longer than {LINE_LIMIT_BYTES} bytes"
+            message = f"a line is longer than {LIMIT_BYTES} bytes"
             await self._send(writer, error=Error("malformed", message))
             return b""
 

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ftd.control import lines
 from ftd.control import protocol as p
 from ftd.engine.api import EngineLimits, EngineStatus, RequestInfo
 
@@ -36,9 +37,9 @@ def test_every_command_has_an_example_here():
 
 @pytest.mark.parametrize("command", EXAMPLES, ids=lambda c: p.entry_of(c).name)
 def test_command_survives_the_line(command):
-    line = p.encode_command(command)
+    line = lines.encode_command(command)
     assert line.endswith(b"\n") and line.count(b"\n") == 1
-    assert p.decode_command(line) == command
+    assert lines.decode_command(line) == command
 
 
 def test_only_commands_that_change_nothing_run_at_any_time():
@@ -67,8 +68,8 @@ def test_results_with_all_their_parts_survive_the_line():
             running=1, requests=(RequestInfo("r", "decode", 1, 1, 0, 4, 0.5),), step_ms_p50=1.5
         ),
     )
-    line = p.encode({"result": status})
-    assert p.build(p.StatusResult, p.decode_object(line)["result"]) == status
+    line = lines.encode({"result": status})
+    assert lines.build(p.StatusResult, lines.decode_object(line)["result"]) == status
 
 
 @pytest.mark.parametrize(
@@ -92,15 +93,15 @@ def test_results_with_all_their_parts_survive_the_line():
     ],
 )
 def test_malformed_commands_are_refused_with_the_place(line, complaint):
-    with pytest.raises(p.Malformed) as refusal:
-        p.decode_command(line)
+    with pytest.raises(lines.Malformed) as refusal:
+        lines.decode_command(line)
     assert complaint in str(refusal.value)
 
 
 @given(st.binary(max_size=200))
 def test_no_line_breaks_the_reader(line):
-    with contextlib.suppress(p.Malformed):
-        p.decode_command(line)
+    with contextlib.suppress(lines.Malformed):
+        lines.decode_command(line)
 
 
 json_values = st.recursive(
@@ -122,14 +123,14 @@ json_values = st.recursive(
 )
 def test_no_field_of_any_type_breaks_the_reader(name, values):
     try:
-        command = p.decode_command(p.encode({"command": name, **values}))
-    except p.Malformed:
+        command = lines.decode_command(lines.encode({"command": name, **values}))
+    except lines.Malformed:
         return
     assert isinstance(command, p.COMMANDS[name].command)
 
 
 def test_clients_ignore_fields_of_a_newer_ftd():
-    assert p.build(p.StopResult, {"pid": 4, "news": [1]}) == p.StopResult(4)
+    assert lines.build(p.StopResult, {"pid": 4, "news": [1]}) == p.StopResult(4)
 
 
 def test_table_rows_are_frozen_dataclasses():

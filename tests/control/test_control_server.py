@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from ftd.control import lines
 from ftd.control import protocol as p
 from ftd.control.client import Client, NotRunning, Refused, TimedOut
 from ftd.control.server import MAX_CLIENTS, ControlServer
@@ -176,7 +177,7 @@ class TestClients:
     async def test_malformed_line_is_answered_and_the_next_one_obeyed(self, path):
         async with serving(path):
             reader, writer = await self.raw(path)
-            writer.write(b'{"command": "nix"}\n' + p.encode_command(p.Health()))
+            writer.write(b'{"command": "nix"}\n' + lines.encode_command(p.Health()))
             assert json.loads(await reader.readline())["error"]["code"] == "malformed"
             assert json.loads(await reader.readline())["result"]["ready"] is True
             writer.close()
@@ -184,7 +185,7 @@ class TestClients:
     async def test_line_too_long_is_cut(self, path):
         async with serving(path):
             reader, writer = await self.raw(path)
-            writer.write(b"x" * (p.LINE_LIMIT_BYTES + 10))
+            writer.write(b"x" * (lines.LIMIT_BYTES + 10))
             error = json.loads(await reader.readline())["error"]
             assert "65536 bytes" in error["message"]
             assert await reader.read() == b""
@@ -209,7 +210,7 @@ class TestClients:
             commands.padding = "x" * 100_000
             with socket.socket(socket.AF_UNIX) as deaf:
                 deaf.connect(str(path))
-                deaf.sendall(p.encode_command(p.Watch(0.0)))
+                deaf.sendall(lines.encode_command(p.Watch(0.0)))
                 async with asyncio.timeout(5):
                     while not commands.streams:  # noqa: ASYNC110
                         await asyncio.sleep(0.002)
@@ -222,7 +223,7 @@ class TestClients:
         async with serving(path) as commands:
             with socket.socket(socket.AF_UNIX) as hasty:
                 hasty.connect(str(path))
-                hasty.sendall(p.encode_command(p.Check()))
+                hasty.sendall(lines.encode_command(p.Check()))
             await asyncio.sleep(0.05)
             commands.gate.set()
             assert (await in_thread(lambda: call(path, p.Health()))).ready
@@ -244,7 +245,7 @@ class TestClients:
         server = ControlServer(path, Scripted())
         await server.start()
         reader, writer = await self.raw(path)
-        writer.write(p.encode_command(p.Health()))
+        writer.write(lines.encode_command(p.Health()))
         await reader.readline()
         await server.close()
         assert await reader.read() == b""

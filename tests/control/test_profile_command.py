@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from ftctl import view
 from ftd.cli import main
 from ftd.config import load_config
+from ftd.control import lines
 from ftd.control import protocol as p
 from ftd.control.commands import LifecycleCommands
 from ftd.control.profile_table import profile_lines
@@ -77,7 +78,7 @@ async def test_requests_go_on_while_the_machine_is_measured(script_model_dir, tm
     assert Path(result.path).is_file() and Path(result.path).parent == tmp_path
     assert result.took_s > 0 and result.longest_pause_s > 0
     assert result.gpu == "" and result.threads >= 1
-    assert p.build(p.ProfileResult, p.decode_object(p.encode(result))) == result
+    assert lines.build(p.ProfileResult, lines.decode_object(lines.encode(result))) == result
     async with served(script_model_dir, tmp_path) as (_, commands):
         status = (await commands.run(p.Status())).engine
         assert status.rates_from.startswith("the profile of "), "found at the next start"
