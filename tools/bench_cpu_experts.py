@@ -27,6 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from ftd.kernels.activation import SILU
 from ftd.kernels.cpu import native
 from ftd.kernels.cpu.native import NativeOps
 from ftd.kernels.formats import (
@@ -180,6 +181,7 @@ def bench_experts(
     x = torch.randn(batch, layout.hidden).to(act)
     per_token = args.experts_per_token
     weights = torch.full((batch, per_token), 1.0 / per_token)
+    y = torch.empty(batch, layout.hidden)
 
     def layer() -> Burst:
         first = int(torch.randint(address.numel() - EXPERTS_PER_LAYER + 1, ()))
@@ -187,7 +189,7 @@ def bench_experts(
         rows = [torch.randperm(EXPERTS_PER_LAYER)[:per_token] for _ in range(batch)]
         ids = torch.stack(rows[:1] * batch if args.same else rows).to(torch.int32)
         num_bytes = len(ids.unique()) * layout.payload_bytes
-        return Burst(lambda: ops.moe(x, ids, weights, here, layout), num_bytes)
+        return Burst(ops.moe_call(x, ids, weights, here, layout, SILU, y), num_bytes)
 
     def read(num_bytes: int) -> Burst:
         count = num_bytes // layout.payload_bytes

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from ctypes import Structure, byref, c_int32
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TypeVar
@@ -214,11 +215,25 @@ class NativeOps(ComposedOps):
         layout: ExpertLayout,
         activation: Activation = SILU,
     ) -> torch.Tensor:
+        y = torch.empty(x.shape, dtype=torch.float32)
+        self.moe_call(x, ids, weights, address, layout, activation, y)()
+        return y
+
+    def moe_call(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        address: torch.Tensor,
+        layout: ExpertLayout,
+        activation: Activation,
+        y: torch.Tensor,  # [T, H] float32
+    ) -> Callable[[], None]:
+        """``moe``, checked and ready: what is left to do takes no time in Python."""
         assert weights.dtype == torch.float32 and weights.is_contiguous(), weights.dtype
         assert weights.shape == ids.shape, (weights.shape, ids.shape)
-        y = torch.empty(x.shape, dtype=torch.float32)
-        self._moe(x, ids, weights.data_ptr(), address, layout, activation, y)
-        return y
+        assert y.shape == x.shape and y.dtype == torch.float32, (y.shape, y.dtype)
+        return self._moe(x, ids, weights.data_ptr(), address, layout, activation, y)
 
     def route_products(
         self,
@@ -232,7 +247,7 @@ class NativeOps(ComposedOps):
         """``moe`` before the sum: what each route adds, without its weight."""
         assert y.shape == (ids.numel(), x.shape[1]) and y.dtype == torch.float32, y.shape
         assert y.is_contiguous(), y.stride()
-        self._moe(x, ids, None, address, layout, activation, y)
+        self._moe(x, ids, None, address, layout, activation, y)()
 
     def _moe(
         self,
@@ -243,12 +258,13 @@ class NativeOps(ComposedOps):
         layout: ExpertLayout,
         activation: Activation,
         y: torch.Tensor,
-    ) -> None:
+    ) -> Callable[[], None]:
         (T, H), (rows, K) = x.shape, ids.shape
         assert layout.hidden == H and rows == T, (x.shape, ids.shape)
         assert (ids.dtype, address.dtype) == (torch.int32, torch.int64), (ids.dtype, address.dtype)
         assert all(t.is_contiguous() for t in (x, ids, address)), (x.stride(), ids.stride())
-        fault = self._c.ftd_moe(
+        run = partial(
+            self._c.ftd_moe,
             self._ops,
             x.data_ptr(),
             _CODE[x.dtype],
@@ -262,7 +278,12 @@ class NativeOps(ComposedOps):
             K,
             address.numel(),
         )
-        assert fault == 0, (fault, x.shape, ids)
+
+        def call(*, alive: tuple[object, ...] = (x, ids, address, y)) -> None:
+            fault = run()
+            assert fault == 0, (fault, x.shape, ids)
+
+        return call
 
     def _tell(self, thing: T, describe: Callable[[T], Structure]) -> Structure:
         known = self._told.get(id(thing))
