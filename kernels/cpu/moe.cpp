@@ -163,8 +163,16 @@ void add_bias(const FtdOps& ops, const Matrix& matrix, int64_t first, int64_t ro
     ops.kernels.add_scaled(matrix.bias + first, 1.0f, products + t * stride, rows);
 }
 
-// Rows of one expert's h, for all its tokens.
-void gate_up_rows(const Moe& moe, FtdOps& ops, const Unit& unit, Arena& arena) {
+// Asks for the first scales of rows that are multiplied soon.
+void announce_scales(const Matrix& m, int64_t first_row) {
+  const int64_t bytes = scale_bytes(m.format, m.inputs);
+  const uint8_t* from = m.scales + first_row / scale_rows(m.format) * bytes;
+  for (int64_t at = 0; at < least(4 * bytes, 256); at += 64) __builtin_prefetch(from + at, 0, 2);
+}
+
+// Rows of one expert's h, for all its tokens. next: what this thread most likely does then, or
+// null.
+void gate_up_rows(const Moe& moe, FtdOps& ops, const Unit& unit, const Unit* next, Arena& arena) {
   const FtdExpertLayout& layout = moe.layout;
   const Group& group = moe.groups[unit.group];
   const int64_t first = unit.first, rows = unit.rows;
@@ -177,6 +185,12 @@ void gate_up_rows(const Moe& moe, FtdOps& ops, const Unit& unit, Arena& arena) {
   MatmulCall by_w3(w3, first, rows, group.x, group.count, up, rows, prefetch);
   by_w1.then = by_w3.weight;
   by_w3.announced = true;
+  announce_scales(w3, first);
+  if (next) {
+    const Matrix after(moe.groups[next->group].record, layout.gate, layout.hidden);
+    by_w3.then = after.numbers + next->first * row_bytes(after.format, after.inputs);
+    announce_scales(after, next->first);
+  }
   group.gate_up->run(by_w1);
   group.gate_up->run(by_w3);
   add_bias(ops, w1, first, rows, gate, group.count, rows);
@@ -207,8 +221,8 @@ void part_of_rows(const Group& group, const Matrix& w2, int64_t first, int64_t r
 
 // Rows of one expert's down matrix from ``column`` on: to ``products``, [routes, width] floats, or
 // without them to y [T · K, H].
-void down_rows(const Moe& moe, FtdOps& ops, const Unit& unit, int64_t column, float* products,
-               int64_t width, float* y, Arena& arena) {
+void down_rows(const Moe& moe, FtdOps& ops, const Unit& unit, const Unit* next, int64_t column,
+               float* products, int64_t width, float* y, Arena& arena) {
   const FtdExpertLayout& layout = moe.layout;
   const Group& group = moe.groups[unit.group];
   const Matrix w2(group.record, layout.down, layout.inner);
@@ -225,7 +239,14 @@ void down_rows(const Moe& moe, FtdOps& ops, const Unit& unit, int64_t column, fl
   }
   const int64_t prefetch = ops.prefetch_bytes[layout.down.format][group.count > 1];
   if (group.inner == layout.inner) {
-    group.down->run({w2, first, rows, group.h, group.count, out, out_stride, prefetch});
+    MatmulCall by_w2(w2, first, rows, group.h, group.count, out, out_stride, prefetch);
+    if (next) {
+      const Matrix after(moe.groups[next->group].record, layout.down, layout.inner);
+      const int64_t row = column + next->first;
+      by_w2.then = after.numbers + row * row_bytes(after.format, after.inputs);
+      announce_scales(after, row);
+    }
+    group.down->run(by_w2);
     add_bias(ops, w2, first, rows, out, group.count, out_stride);
   } else {
     part_of_rows(group, w2, first, rows, out, out_stride, prefetch);
@@ -272,8 +293,9 @@ int32_t ftd::moe(FtdOps* ops, const void* x, int32_t act, const int32_t* ids, co
   const Job up = deal_out(moe, pool, inner, true);
   share(
       pool, up.count, 2 * hidden * row_cost,
-      [&](int64_t unit, int thread) {
-        gate_up_rows(moe, *ops, up.units[unit], pool.fresh(thread));
+      [&](int64_t unit, int64_t next, int thread) {
+        gate_up_rows(moe, *ops, up.units[unit], next < 0 ? nullptr : up.units + next,
+                     pool.fresh(thread));
       },
       up.ends);
   for (int64_t column = 0; column < hidden; column += width) {
@@ -281,8 +303,9 @@ int32_t ftd::moe(FtdOps* ops, const void* x, int32_t act, const int32_t* ids, co
     const Job down = deal_out(moe, pool, columns, false);
     share(
         pool, down.count, columns * row_cost,
-        [&](int64_t unit, int thread) {
-          down_rows(moe, *ops, down.units[unit], column, products, width, y, pool.fresh(thread));
+        [&](int64_t unit, int64_t next, int thread) {
+          down_rows(moe, *ops, down.units[unit], next < 0 ? nullptr : down.units + next, column,
+                    products, width, y, pool.fresh(thread));
         },
         down.ends);
     if (!weights) continue;

@@ -48,7 +48,13 @@ inline int64_t cost_of(int64_t bytes, int64_t multiplications) {
 template <class Work>
 void share(Pool& pool, int64_t units, int64_t cost, Work&& work, const int64_t* ends = nullptr) {
   if (cost >= kWorthSharing) return pool.run(units, work, ends);
-  for (int64_t unit = 0; unit < units; ++unit) work(unit, 0);
+  for (int64_t unit = 0; unit < units; ++unit) {
+    if constexpr (std::is_invocable_v<Work&, int64_t, int64_t, int>) {
+      work(unit, -1, 0);
+    } else {
+      work(unit, 0);
+    }
+  }
 }
 
 // Runs work(first, last, thread) over pieces of [0, count), each a multiple of align but for the

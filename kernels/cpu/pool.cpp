@@ -84,11 +84,11 @@ Pool::Pool(const FtdPoolPlan& plan)
       park_after_ns_(int64_t(plan.park_after_us) * 1000),
       node_(plan.node, plan.node + plan.threads),
       node_threads_(plan.nodes, 0),
-      queues_(new Queue[plan.nodes]),
+      queues_(new Queue[plan.threads]),
       own_(new Own[plan.threads]) {
   for (int node : node_) ++node_threads_[node];
   for (int n = 1; n < nodes_; ++n) node_threads_[n] += node_threads_[n - 1];
-  for (int n = 0; n < nodes_; ++n) queues_[n].ticket.store(kNoUnits);
+  for (int t = 0; t < threads_; ++t) queues_[t].ticket.store(kNoUnits);
   try {
     for (int t = 1; t < threads_; ++t) {
       workers_.emplace_back([this, t] { worker(t); });
@@ -136,7 +136,8 @@ int Pool::node_of(int64_t address) const {
 
 void Pool::start(int64_t units, Body body, void* context, const int64_t* ends) {
   if (threads_ == 1 || units <= 1) {
-    for (int64_t unit = 0; unit < units; ++unit) body(context, unit, 0);
+    for (int64_t unit = 0; unit < units; ++unit)
+      body(context, unit, unit + 1 < units ? unit + 1 : -1, 0);
     finished_.fetch_add(units, std::memory_order_relaxed);
     target_ += units;
     return;
@@ -158,35 +159,52 @@ void Pool::publish(int64_t units, Body body, void* context, const int64_t* ends)
   const uint64_t high = uint64_t(generation) << 32;
   // A late thread of the job before must not pair the old ticket with the new description: close
   // the tickets first; every load of the description in work() acquires that.
-  for (int n = 0; n < nodes_; ++n)
-    queues_[n].ticket.store(high | kNoUnits, std::memory_order_relaxed);
+  for (int t = 0; t < threads_; ++t)
+    queues_[t].ticket.store(high | kNoUnits, std::memory_order_relaxed);
   body_.store(body, std::memory_order_release);
   context_.store(context, std::memory_order_release);
+  int64_t begin = 0;
   for (int n = 0; n < nodes_; ++n) {
-    queues_[n].end.store(ends ? ends[n] : units * node_threads_[n] / threads_,
-                         std::memory_order_release);
-  }
-  for (int n = 0; n < nodes_; ++n) {
-    const int64_t begin = n ? queues_[n - 1].end.load(std::memory_order_relaxed) : 0;
-    queues_[n].ticket.store(high | uint64_t(begin), std::memory_order_release);
+    const int64_t threads = node_threads_[n] - (n ? node_threads_[n - 1] : 0);
+    if (threads == 0) continue;  // its units go with the next node's, or with the last one's
+    const int64_t end = node_threads_[n] == threads_ ? units
+                        : ends                       ? ends[n]
+                                                     : units * node_threads_[n] / threads_;
+    for (int64_t t = 0, i = 0; t < threads_; ++t) {
+      if (node_[t] != n) continue;
+      const int64_t first = begin + (end - begin) * i / threads;
+      queues_[t].end.store(begin + (end - begin) * ++i / threads, std::memory_order_release);
+      queues_[t].ticket.store(high | uint64_t(first), std::memory_order_release);
+    }
+    begin = end;
   }
   generation_.store(generation, std::memory_order_release);
   wake();
 }
 
+// Its own run, then those of its node's threads, then the others'.
 void Pool::work(uint32_t generation, int thread) {
+  work_off(queues_[thread], generation, thread);
+  for (const bool near : {true, false}) {
+    for (int i = 1; i < threads_; ++i) {
+      const int other = (thread + i) % threads_;
+      if ((node_[other] == node_[thread]) == near) work_off(queues_[other], generation, thread);
+    }
+  }
+}
+
+void Pool::work_off(Queue& queue, uint32_t generation, int thread) {
   const Body body = body_.load(std::memory_order_acquire);
   void* context = context_.load(std::memory_order_acquire);
-  for (int i = 0; i < nodes_; ++i) {
-    Queue& queue = queues_[(node_[thread] + i) % nodes_];
-    const int64_t end = queue.end.load(std::memory_order_acquire);
-    uint64_t ticket = queue.ticket.load(std::memory_order_acquire);
-    while (uint32_t(ticket >> 32) == generation && int64_t(ticket & kNoUnits) < end) {
-      if (queue.ticket.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) {
-        body(context, int64_t(ticket & kNoUnits), thread);
-        finished_.fetch_add(1, std::memory_order_release);
-        ticket = queue.ticket.load(std::memory_order_acquire);
-      }
+  const int64_t end = queue.end.load(std::memory_order_acquire);
+  uint64_t ticket = queue.ticket.load(std::memory_order_acquire);
+  while (uint32_t(ticket >> 32) == generation && int64_t(ticket & kNoUnits) < end) {
+    if (queue.ticket.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) {
+      const int64_t unit = int64_t(ticket & kNoUnits);
+      const bool own = &queue == &queues_[thread];
+      body(context, unit, own && unit + 1 < end ? unit + 1 : -1, thread);
+      finished_.fetch_add(1, std::memory_order_release);
+      ticket = queue.ticket.load(std::memory_order_acquire);
     }
   }
 }

@@ -1,8 +1,9 @@
 // A persistent pool of threads that share jobs with their caller.
 //
-// A job is a number of units, claimed one by one; it is over when every unit is finished, not when
-// every thread has come by. So a worker that sleeps or was preempted between units delays nobody:
-// the caller does the work itself. Workers spin for a while after a job, then sleep on a futex.
+// A job is a number of units. Each thread has a run of them, which it claims one by one, and then
+// helps the others. A job is over when every unit is finished, not when every thread has come by:
+// so a worker that sleeps or was preempted between units delays nobody, as the others do its work.
+// Workers spin for a while after a job, then sleep on a futex.
 //
 // Fork and join cost about 1 µs while workers spin; waking sleepers costs the caller a system call.
 #pragma once
@@ -54,7 +55,7 @@ class Arena {
 
 class Pool {
  public:
-  using Body = void (*)(void* context, int64_t unit, int thread);
+  using Body = void (*)(void* context, int64_t unit, int64_t next, int thread);
 
   explicit Pool(const FtdPoolPlan& plan);
   ~Pool();
@@ -64,14 +65,23 @@ class Pool {
   int threads() const { return threads_; }
   int nodes() const { return nodes_; }
 
-  // Runs work(unit, thread) for every unit in [0, units). With ends, node n's threads start with
-  // units [ends[n-1], ends[n]) and help the others afterwards; without, nodes get shares by their
-  // threads.
+  // Runs work(unit, thread), or work(unit, next, thread) if it takes that, for every unit in [0,
+  // units). With ends, node n's threads start with units [ends[n-1], ends[n]) and help the others
+  // afterwards; without, nodes get shares by their threads. next: the unit that this thread will
+  // most likely have after this one, or -1.
   template <class Work>
   void run(int64_t units, Work&& work, const int64_t* ends = nullptr) {
     using Plain = std::remove_reference_t<Work>;
     start(
-        units, [](void* c, int64_t unit, int thread) { (*static_cast<Plain*>(c))(unit, thread); },
+        units,
+        [](void* c, int64_t unit, int64_t next, int thread) {
+          (void)next;
+          if constexpr (std::is_invocable_v<Plain&, int64_t, int64_t, int>) {
+            (*static_cast<Plain*>(c))(unit, next, thread);
+          } else {
+            (*static_cast<Plain*>(c))(unit, thread);
+          }
+        },
         const_cast<void*>(static_cast<const void*>(&work)), ends);
   }
 
@@ -92,8 +102,8 @@ class Pool {
   }
 
  private:
-  // Generation of the job in the high half, next unit in the low half: a thread that comes late
-  // cannot claim from a job it has not read.
+  // A thread's run of units. Generation of the job in the high half, next unit in the low half: a
+  // thread that comes late cannot claim from a job it has not read.
   struct alignas(kCacheLine) Queue {
     std::atomic<uint64_t> ticket{0};
     std::atomic<int64_t> end{0};
@@ -109,6 +119,7 @@ class Pool {
   void start(int64_t units, Body body, void* context, const int64_t* ends);
   void publish(int64_t units, Body body, void* context, const int64_t* ends);
   void work(uint32_t generation, int thread);
+  void work_off(Queue& queue, uint32_t generation, int thread);
   void worker(int thread);
   bool wait_for_job(uint32_t seen);
   void stop();

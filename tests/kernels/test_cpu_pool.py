@@ -134,9 +134,9 @@ def test_many_short_jobs_end_each(library):
     ops.close()
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_nodes_share_the_work_without_changing_the_result(library, threads):
-    """Two made-up nodes; experts lie on both, one of them on a node without threads at first."""
+@pytest.mark.parametrize(("threads", "num_nodes"), [(1, 2), (2, 2), (5, 2), (2, 3), (3, 5)])
+def test_nodes_share_the_work_without_changing_the_result(library, threads, num_nodes):
+    """Made-up nodes with experts on each, some of them without a thread."""
     layout = expert_layout(FORMATS["f32"], 96, 200)
     records = torch.randn(9, layout.record_bytes // 4)
     address = records.data_ptr() + torch.arange(9) * layout.record_bytes
@@ -145,11 +145,11 @@ def test_nodes_share_the_work_without_changing_the_result(library, threads):
     plain = NativeOps(CpuPool(library, threads), "portable")
     want = plain.moe(x, ids, weights, address, layout), big_linear(plain)
     plain.close()
-    nodes = (Node(0, (0,)), Node(3, (0,)))
+    nodes = tuple(Node(3 * n, (0,)) for n in range(num_nodes))
     pool = CpuPool(library, threads, nodes=nodes)
     ops = NativeOps(pool, "portable")
     for expert in range(9):
-        pool.place(int(address[expert]), layout.record_bytes, (0, 3)[expert % 2])
+        pool.place(int(address[expert]), layout.record_bytes, 3 * (expert % num_nodes))
     assert torch.equal(ops.moe(x, ids, weights, address, layout), want[0])
     assert torch.equal(big_linear(ops), want[1])
     ops.close()
