@@ -1,9 +1,9 @@
 // AVX512-BF16: bf16 weights times bf16 activations, two exact products an addition, sums in
 // float32.
 //
-// Formats with scales are in scaled_avx512bf16.cpp and fp8_avx512bf16.cpp, everything else is AVX-512's. The order of
-// additions depends on the number of tokens; the unit flushes denormals. Zen 4, Cooper Lake,
-// Sapphire Rapids and later.
+// Formats with scales are in scaled_avx512bf16.cpp and fp8_avx512bf16.cpp, everything else is
+// AVX-512's. The order of additions depends on the number of tokens; the unit flushes denormals.
+// Zen 4, Cooper Lake, Sapphire Rapids and later.
 #include "kernels.h"
 
 #if defined(__x86_64__)

@@ -203,7 +203,8 @@ const Kernels* amx_kernels();
 // The parts of avx512bf16_kernels for formats of four bits and for FP8.
 void use_avx512bf16_scaled(Kernels& kernels);
 void use_avx512bf16_fp8(Kernels& kernels);
-// The part of amx_kernels for all of them.
+// The parts of amx_kernels for few tokens of four-bit formats, and for several of all of them.
+void use_amx_four_bits(Kernels& kernels);
 void use_amx_scaled(Kernels& kernels);
 #endif
 

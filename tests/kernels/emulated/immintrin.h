@@ -303,6 +303,8 @@ template <class... T> __m512i set_ints(T... v) {
 #define _mm512_setr_epi32(...) emulated::set_ints(__VA_ARGS__)
 #undef _mm512_loadu_si512
 #define _mm512_loadu_si512(p) emulated::load<__m512i>(p)
+#undef _mm512_loadu_ps
+#define _mm512_loadu_ps(p) emulated::load<__m512>(p)
 #undef _mm512_load_ps
 #define _mm512_load_ps(p) emulated::load<__m512>(p)
 #undef _mm512_store_si512
@@ -399,6 +401,9 @@ template <class... T> __m512i set_ints(T... v) {
 #undef _mm512_slli_epi32
 #define _mm512_slli_epi32(a, n)                                                \
   emulated::map<uint32_t>(a, [&](uint32_t x) { return x << (n); })
+#undef _mm512_srli_epi32
+#define _mm512_srli_epi32(a, n)                                                \
+  emulated::map<uint32_t>(a, [&](uint32_t x) { return x >> (n); })
 #undef _mm512_srai_epi32
 #define _mm512_srai_epi32(a, n)                                                \
   emulated::map<int32_t>(a, [&](int32_t x) { return x >> (n); })
