@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from .calls import MAX_HEADER_CHARS
+from .call_reading import MAX_HEADER_CHARS
 from .detokenize import Vocabulary
 from .dialects import Thought
 

@@ -15,20 +15,18 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from .calls import (
+from .call_reading import (
     BLANKS,
     MAX_HEADER_CHARS,
     NEVER,
     NOT_YET,
-    READERS,
     Call,
-    HeadReader,
-    ObjectReader,
     Reach,
     Reader,
     Source,
     is_name,
 )
+from .calls import READERS, HeadReader, ObjectReader
 from .dialects import SYMBOL, Expression, Head, Markup
 from .events import Event, Reasoning, Text
 
