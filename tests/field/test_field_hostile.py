@@ -163,8 +163,8 @@ LINES = {  # bytes on the wire, and how the answers begin
     "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"a" * 200, [400]),
     "no Host": (b"GET /v1/models HTTP/1.1\r\n\r\n", [400]),
     "two Hosts": (b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n", [400]),
-    "a long path": (b"GET /" + b"a" * 50_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", [400]),
-    "a long header": (HEAD + b"X: " + b"a" * 50_000 + b"\r\n\r\n", [400]),
+    "a long path": (b"GET /" + b"a" * 50_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", [431]),
+    "a long header": (HEAD + b"X: " + b"a" * 50_000 + b"\r\n\r\n", [431]),
     "many headers": (HEAD + b"".join(b"X%d: a\r\n" % i for i in range(5000)) + b"\r\n", [400]),
     "two lengths": (HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nabcde", [400]),
     "length and chunks": (
