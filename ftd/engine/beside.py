@@ -102,7 +102,8 @@ class StepsBeside:
                 answering.served = core.totals.steps
             core.deliver(outputs)
             step, step_s = ahead, core.clock()
-        took_s = core.clock() - began_s
+        now_s = core.clock()
+        took_s = now_s - began_s
         self.paused_s += took_s
         decode_s = self._decode_s(len(rows)) or took_s / done
-        self._pauses = self._pauses.ran(took_s, decode_s, done, free)
+        self._pauses = self._pauses.ran(now_s, took_s, decode_s, done, free)

@@ -23,15 +23,16 @@ class Pauses:
     """Of the passes since there have been both prompts and streams.
 
     Args:
-        began_s: None: there are not both now.
-        served_s: what the steps in pauses would have taken alone.
+        settled_s: when the last steps ran, or both began; None: there are not both now.
+        owed_s: what was due to streams then, in seconds of steps as they take alone: each moment
+            counts by what was aimed at in it.
         slower: what a step beside a pass takes, as a multiple of its time alone. This and ``lost``
             are remembered from prompt to prompt.
         lost: what it costs the pass, as a multiple of the same.
     """
 
-    began_s: float | None = None
-    served_s: float = 0.0
+    settled_s: float | None = None
+    owed_s: float = 0.0
     slower: float = 1.0
     lost: float = 1.0
 
@@ -49,18 +50,23 @@ class Pauses:
         Args:
             decode_s: what one takes alone; None: not known, so that one has to be measured.
         """
-        assert self.began_s is not None
         if decode_s is None:
             return 1
-        owed_s = self.aim * (now_s - self.began_s) - self.served_s
+        owed_s = self._owed_s(now_s)
         # while they run, more become due
         return max(0, int((owed_s / decode_s + 0.5) / (1 - self.aim * self.slower)))
+
+    def _owed_s(self, now_s: float) -> float:
+        assert self.settled_s is not None
+        return self.owed_s + self.aim * (now_s - self.settled_s)
 
     def pause_s(self, now_s: float, decode_s: float | None) -> float:
         """How long those that are due will take; 0 where that is not known."""
         return self.due(now_s, decode_s) * self.slower * decode_s if decode_s else 0.0
 
-    def ran(self, paused_s: float, decode_s: float, steps: int = 1, free: float = 0.0) -> Pauses:
+    def ran(
+        self, now_s: float, paused_s: float, decode_s: float, steps: int = 1, free: float = 0.0
+    ) -> Pauses:
         """After so many steps that took ``paused_s``, and would take ``decode_s`` each alone.
 
         Args:
@@ -71,14 +77,15 @@ class Pauses:
         learnt = 1 - (1 - LEARNT) ** steps
         return replace(
             self,
-            served_s=self.served_s + served_s,
+            settled_s=now_s,
+            owed_s=self._owed_s(now_s) - served_s,
             slower=self.slower + learnt * (seen - self.slower),
             lost=self.lost + learnt * ((1 - free) * seen - self.lost),
         )
 
     def since(self, now_s: float) -> Pauses:
         """From now on there are both; if there were already, since when stays."""
-        return self if self.began_s is not None else replace(self, began_s=now_s)
+        return self if self.settled_s is not None else replace(self, settled_s=now_s)
 
     def over(self) -> Pauses:
         """There are not both any more."""

@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +17,7 @@ def test_nothing_is_due_at_the_beginning():
 
 
 def test_what_has_run_counts_as_long_as_it_takes_alone():
-    pauses = Pauses(0.0).ran(0.03, 0.03)
+    pauses = Pauses(0.0).ran(0.0, 0.03, 0.03)
     assert pauses.due(0.2, 0.01)  # 0.058 s are owed, 0.03 were given
     assert not pauses.due(0.1, 0.01)
 
@@ -27,9 +25,9 @@ def test_what_has_run_counts_as_long_as_it_takes_alone():
 def test_what_steps_cost_is_remembered_from_prompt_to_prompt():
     pauses = Pauses(0.0)
     for _ in range(100):
-        pauses = pauses.ran(0.012, 0.01)
+        pauses = pauses.ran(0.0, 0.012, 0.01)
     later = pauses.over().since(5.0)
-    assert (later.began_s, later.served_s) == (5.0, 0.0)
+    assert (later.settled_s, later.owed_s) == (5.0, 0.0)
     assert later.slower == pytest.approx(1.2, rel=1e-4)
     assert later.since(6.0) is later
 
@@ -38,14 +36,15 @@ def computed(
     pauses: Pauses, layer_s: float, decode_s: float, slower: float, layers: int
 ) -> tuple[Pauses, float, float]:
     """A prompt beside a stream: the share of its speed that this keeps, the time against alone."""
-    now_s, steps = pauses.began_s, 0
+    began_s = now_s = pauses.settled_s
+    steps = 0
     for _ in range(layers):
         now_s += layer_s
         while due := pauses.due(now_s, decode_s):
             now_s += due * slower * decode_s
             steps += due
-            pauses = pauses.ran(due * slower * decode_s, decode_s, due)
-    took_s = now_s - pauses.began_s
+            pauses = pauses.ran(now_s, due * slower * decode_s, decode_s, due)
+    took_s = now_s - began_s
     return pauses, steps * decode_s / took_s, took_s / (layers * layer_s)
 
 
@@ -90,7 +89,9 @@ def test_both_are_missed_where_steps_cost_much_and_a_pass_has_half_of_the_time(
 
 def test_one_odd_step_does_not_turn_the_balance():
     aim = Pauses(0.0, slower=1.1, lost=1.1).aim
-    assert Pauses(0.0, slower=1.1, lost=1.1).ran(0.03, 0.01).aim == pytest.approx(aim, abs=0.03)
+    assert Pauses(0.0, slower=1.1, lost=1.1).ran(0.0, 0.03, 0.01).aim == pytest.approx(
+        aim, abs=0.03
+    )
 
 
 def test_steps_are_due_for_the_time_they_take_themselves():
@@ -108,7 +109,8 @@ def shared_pass(
     Returns:
         Also the share of its speed that the stream keeps, and the time with steps.
     """
-    now_s, steps, launch_s, tokens = pauses.began_s, 0, 2e-3, list(range(2, 82))
+    began_s = now_s = pauses.settled_s
+    steps, launch_s, tokens = 0, 2e-3, list(range(2, 82))
     for _ in range(layers):
         pause_s = pauses.pause_s(now_s + launch_s, decode_s)
         due = pauses.due(now_s + launch_s, decode_s)
@@ -118,8 +120,8 @@ def shared_pass(
         now_s, steps = now_s + took_s, steps + due
         if due:
             free = 1 - (took_s - alone_s) / pause_s
-            pauses = pauses.ran(due * slower * decode_s, decode_s, due, free)
-    return pauses, steps * decode_s / (now_s - pauses.began_s), now_s - pauses.began_s
+            pauses = pauses.ran(now_s, due * slower * decode_s, decode_s, due, free)
+    return pauses, steps * decode_s / (now_s - began_s), now_s - began_s
 
 
 @given(
@@ -131,9 +133,20 @@ def test_both_promises_hold_with_slower_steps_where_experts_come_over_the_link(
     decode_s, slower, cpu_s
 ):
     rates = PromptRates(link_s=1.84e-4, cpu_s=cpu_s, cpu_row_s=1e-5, fixed_s=1e-3)
-    never = replace(Pauses(0.0), served_s=1e9)
+    never = Pauses(0.0, owed_s=-1e9)
     _, _, alone_s = shared_pass(never, rates, 64, decode_s, slower)
     pauses, *_ = shared_pass(Pauses(0.0), rates, 64, decode_s, slower)
     _, kept, took_s = shared_pass(pauses.over().since(0.0), rates, 64, decode_s, slower)
     assert kept >= KEPT
     assert took_s <= SLOWED * alone_s
+
+
+def test_what_is_learnt_changes_what_comes_and_not_what_has_been():
+    """Else a change of the aim after a long time would be a burst of steps, or a long wait."""
+    for slower in (0.5, 1.0, 2.0):
+        pauses = Pauses(0.0, slower=slower, lost=slower)
+        for n in range(1, 100):
+            pauses = pauses.ran(n * 0.01, pauses.aim * 0.01, pauses.aim * 0.01)
+        assert pauses.due(0.99, 0.002) == 0 and pauses.due(1.05, 0.002) > 0
+        pauses = pauses.ran(0.99, 0.02, 0.002)
+        assert pauses.due(0.99, 0.002) == 0 and pauses.due(1.05, 0.002) > 0

@@ -117,7 +117,7 @@ class FakeEngine:
                 began_s = self.now_s
                 self.decode(rows)
                 took_s = self.now_s - began_s
-                self.pauses = self.pauses.ran(took_s, decode_s or took_s)
+                self.pauses = self.pauses.ran(self.now_s, took_s, decode_s or took_s)
             if not rows:
                 self.pauses = self.pauses.over().since(self.now_s)
 
