@@ -46,16 +46,21 @@ class MethodNotAllowed(FtdError):
     code, status = "method_not_allowed", 405
 
 
+def readable(text: str) -> str:
+    """``text`` of a header or path, where what was no UTF-8 is a mark: JSON knows no such bytes."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def error_object(error: FtdError) -> dict[str, Any]:
     """``{"error": ...}`` for a body or an event; ``hint`` is ours, clients ignore it."""
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
     body = {
-        "message": error.message,
+        "message": readable(error.message),
         "type": _TYPES.get(error.status, kind),
         "param": error.param if isinstance(error, RequestInvalid) else None,
         "code": error.code,
     }
-    return {"error": body | ({"hint": error.hint} if error.hint else {})}
+    return {"error": body | ({"hint": readable(error.hint)} if error.hint else {})}
 
 
 def anthropic_status(error: FtdError) -> int:
@@ -71,7 +76,7 @@ def anthropic_error_object(error: FtdError) -> dict[str, Any]:
     elif error.hint:
         message = f"{message} ({error.hint})"
     kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    return {"type": "error", "error": {"type": kind, "message": readable(message)}}
 
 
 def error_response(error: FtdError, *, anthropic: bool = False) -> web.Response:

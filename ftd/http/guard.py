@@ -148,7 +148,7 @@ def cross_origin(allowed: Iterable[str]) -> Callable[..., Awaitable[web.StreamRe
         origin = request.headers.get("Origin", "")
         if not origin:
             return await handler(request)
-        permitted = "*" in origins or origin.lower() in origins
+        permitted = origin.isascii() and ("*" in origins or origin.lower() in origins)
         if not permitted and _is_foreign(origin, request.headers.get("Host", "")):
             raise Forbidden(
                 f"pages of {origin[:100]} may not use this server",
@@ -172,7 +172,7 @@ def allow_origin(
 
     async def add(request: web.Request, response: web.StreamResponse) -> None:
         origin = request.headers.get("Origin", "")
-        if origin and ("*" in origins or origin.lower() in origins):
+        if origin.isascii() and origin and ("*" in origins or origin.lower() in origins):
             response.headers["Access-Control-Allow-Origin"] = origin
             response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After"
             response.headers["Vary"] = "Origin"
@@ -181,9 +181,10 @@ def allow_origin(
 
 
 def _preflight_headers(request: web.Request) -> dict[str, str]:
+    asked = request.headers.get("Access-Control-Request-Headers", "*")
     return {
         "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
-        "Access-Control-Allow-Headers": request.headers.get("Access-Control-Request-Headers", "*"),
+        "Access-Control-Allow-Headers": asked if asked.isascii() else "*",
         "Access-Control-Max-Age": "600",
     }
 

@@ -14,6 +14,7 @@ from ftd.text.conversation import EFFORTS, Conversation, Demand, Thinking, Tool
 from ftd.text.stops import StopSet
 from ftd.text.textmodel import Rendered
 
+from .errors import readable
 from .exchange import Asked
 from .generation import Job, Prompt, refuse_too_long, room_tokens
 
@@ -85,7 +86,7 @@ def session_of(headers: Mapping[str, str], cache_key: str | None = None) -> str:
     found = (headers.get(name, "") for name in _SESSION_HEADERS)
     session = next((value for value in found if value), cache_key or "")
     agent = headers.get("x-claude-code-agent-id", "")
-    return (f"{session}/{agent}" if agent else session)[:MAX_SESSION_CHARS]
+    return readable(f"{session}/{agent}" if agent else session)[:MAX_SESSION_CHARS]
 
 
 def default_thinking(asked: Asked, said: Thinking, *, unsaid: bool | None = None) -> Thinking:

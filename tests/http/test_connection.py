@@ -9,6 +9,7 @@ import orjson
 import pytest
 from structlog.testing import capture_logs
 
+from ftd.config import Config
 from ftd.http import connection
 
 HOST = b"Host: localhost\r\n"
@@ -50,6 +51,36 @@ async def test_what_is_no_http_is_answered_with_an_error_object(front, sent, sta
     assert body["error"]["code"] == (code or "headers_too_large")
     assert body["error"]["type"] == "invalid_request_error"
     assert "\n" not in body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        (b"Host: a\xff", 403),
+        (b"Host: localhost\r\nOrigin: http://a\xff", 403),
+        (b"Host: localhost\r\nContent-Encoding: \xff", 415),
+        (b"Host: localhost\r\nX-Session-Id: a\xffb", 200),
+    ],
+    ids=["host", "origin", "encoding", "session"],
+)
+async def test_headers_that_are_no_utf_8_are_told_with_a_mark(front, header, status):
+    front.script("hi", "a")
+    body = b'{"messages": [{"role": "user", "content": "hi"}]}'
+    length = f"\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\n" + header
+    got, _, answer = await ask(front, head + length + body)
+    assert got == status, answer
+    if status == 200:
+        assert front.engine.requests[0].session == "a?b"
+
+
+async def test_a_foreign_origin_that_is_no_utf_8_is_refused_though_all_are_allowed(start_front):
+    front = await start_front(Config(allow_origin=("*",)))
+    for method in (b"OPTIONS", b"GET"):
+        asked = b"Access-Control-Request-Method: GET\r\nAccess-Control-Request-Headers: \xff\r\n"
+        head = method + b" /health/live HTTP/1.1\r\nConnection: close\r\n" + HOST + asked
+        got, _, _ = await ask(front, head + b"Origin: http://a\xff\r\n\r\n")
+        assert got == 403
 
 
 async def test_a_proxy_s_request_names_what_it_asked_for(front):
