@@ -11,7 +11,11 @@ Rules for a kernel that is launched with ``chained``, or a chain of them breaks:
   for this one only; that those before have ended, too, it knows because this one has waited.
 - Before, it loads nothing but what was there when the step began and no kernel of a step writes:
   weights, norms, biases. Even what an earlier kernel but one has written may not be there yet.
+  Where rows stand (positions, page tables) is settled before the embedding, which torch launches:
+  kernels behind it may load that, too, past the L1 cache (".cg").
 - Before, it stores nothing: an earlier kernel may still read what lies there.
+- It may ``prefetch`` anything at any time: that brings lines to the L2 cache and tells nothing of
+  what they hold. Between two uses of a few numbers, a layer's weights have taken their place there.
 - ``let_next_start`` comes first: the next kernel only uses what this one leaves of the GPU, as it
   starts once each program of this one has come so far.
 
@@ -47,12 +51,12 @@ def wait_for_earlier(CHAINED: tl.constexpr):
 
 
 @triton.jit
-def prefetch(weights, CHAINED: tl.constexpr):
+def prefetch(places, CHAINED: tl.constexpr):
     """Bring the lines that these addresses lie in to the L2 cache; nothing waits for them."""
     if CHAINED:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l", [weights], dtype=tl.int32, is_pure=False, pack=1,
+            "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 
 

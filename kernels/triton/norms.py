@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import chained, let_next_start, wait_for_earlier
+from .launch import chained, let_next_start, prefetch, wait_for_earlier
 from .numbers import power_of_2
 
 
@@ -31,6 +31,8 @@ def _rms_norm_kernel(
     h = tl.arange(0, BLOCK)
     inside = h < H
     w = tl.load(weight + h, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        prefetch(x + row + tl.minimum(h, H - 1), CHAINED)
     wait_for_earlier(CHAINED)
     wide = tl.load(x + row + h, mask=inside, other=0.0).to(tl.float32)
     if ADD:
@@ -265,6 +267,10 @@ def _split_heads_kernel(
             norm = k_norm
         mine = tl.load(norm + d, mask=inside, other=0.0).to(tl.float32)
         theirs = tl.load(norm + other, mask=inside, other=0.0).to(tl.float32)
+    prefetch(place + t, CHAINED)
+    if HALF > 0:
+        prefetch(cos + t * HALF + tl.minimum(d, HALF - 1), CHAINED)
+        prefetch(sin + t * HALF + tl.minimum(d, HALF - 1), CHAINED)
     wait_for_earlier(CHAINED)
     value = tl.load(at + d, mask=inside, other=0.0)
     to = tl.load(place + t)
