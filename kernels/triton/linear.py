@@ -27,14 +27,25 @@ SMALL_OUT = 1024  # with fewer outputs, 16 rows of W a program fill too few prog
 
 
 @triton.jit
+def _unpacked(word):
+    """Two bfloat16 of each word as float32, a last axis of two: one instruction for each."""
+    low = (word << 16).to(tl.float32, bitcast=True)
+    return tl.join(low, (word & -65536).to(tl.float32, bitcast=True))
+
+
+@triton.jit
 def _gemv_kernel(
     x, weight, bias, y, O,
     T: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, CHAINED: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAINED)
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     k = tl.arange(0, BLOCK_K)
+    if PAIRS:  # K and BLOCK_K count words
+        weight = tl.multiple_of(weight.to(tl.pointer_type(tl.int32)), 16)
+        x = tl.multiple_of(x.to(tl.pointer_type(tl.int32)), 16)
     rows = weight + o.to(tl.int64)[:, None] * K
     token = tl.arange(0, ROWS)
     acc = tl.zeros([ROWS, BLOCK_O], tl.float32)
@@ -43,10 +54,14 @@ def _gemv_kernel(
         w = tl.load(rows + (start + k)[None, :], mask=(o < O)[:, None] & inside[None, :], other=0.0)
         if start == 0:
             wait_for_earlier(CHAINED)  # W's first columns are on their way: they depend on nothing
+        if PAIRS:
+            w = tl.reshape(_unpacked(w), [BLOCK_O, 2 * BLOCK_K])
         w = w.to(tl.float32)
         for t in tl.static_range(T):
-            part = tl.load(x + t * K + start + k, mask=inside, other=0.0).to(tl.float32)
-            product = tl.sum(w * part[None, :], axis=1)
+            part = tl.load(x + t * K + start + k, mask=inside, other=0.0)
+            if PAIRS:
+                part = tl.reshape(_unpacked(part), [2 * BLOCK_K])
+            product = tl.sum(w * part.to(tl.float32)[None, :], axis=1)
             acc += tl.where(token[:, None] == t, product[None, :], 0.0)
     if HAS_BIAS:
         acc += tl.load(bias + o, mask=o < O, other=0.0).to(tl.float32)[None, :]
@@ -107,11 +122,12 @@ def linear_few_rows(
     if suits_gemv(T, O, x.dtype, weight.dtype):
         block_o = gemv_block(O)
         block_k = min(TILE // block_o, power_of_2(K))
+        each = 2 if in_pairs(x, weight) else 1
         _gemv_kernel[(triton.cdiv(O, block_o),)](
             x, weight, given, y, O,
-            T=T, K=K, HAS_BIAS=bias is not None,
-            BLOCK_O=block_o, BLOCK_K=block_k, ROWS=power_of_2(T),
-            num_warps=4, **chained(x),
+            T=T, K=K // each, HAS_BIAS=bias is not None,
+            BLOCK_O=block_o, BLOCK_K=block_k // each, ROWS=power_of_2(T), PAIRS=each == 2,
+            num_warps=8, **chained(x),
         )  # fmt: skip
         return y
     block_o = 16 if O <= 16384 else 32
@@ -139,6 +155,12 @@ def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def suits_gemv(rows: int, outputs: int, act: torch.dtype, stored: torch.dtype) -> bool:
     few = rows == 1 or outputs <= SMALL_OUT or act != stored or act == torch.float32
     return rows <= MAX_GEMV_ROWS and few
+
+
+def in_pairs(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether words of two numbers can be loaded, which widen in one instruction a number."""
+    aligned = x.shape[1] % 8 == 0 and x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
+    return x.dtype == weight.dtype == torch.bfloat16 and aligned
 
 
 def gemv_block(outputs: int) -> int:
