@@ -122,6 +122,23 @@ def divide(
         _ask(shared, row, _without(log, set(used) - set(missed[whole:])), x)
 
 
+def choose_and_divide(
+    ops: Ops,
+    shared: Shared,
+    row: int,
+    logits: torch.Tensor,  # [1, E] float32, of the router
+    normalise: bool,
+    active: torch.Tensor,  # [1] bool
+    x: torch.Tensor,  # [1, H] act
+    log: torch.Tensor,  # [1, K] int32, written
+    here: torch.Tensor,  # [1, K] int32, written
+) -> torch.Tensor:  # [1, K] float32: the weights of the choice
+    """``Ops.route`` of one row, then ``divide``."""
+    ids, weights = ops.route(logits, log.shape[1], normalise, active)
+    divide(shared, row, ids, active, x, log, here)
+    return weights
+
+
 def merge(
     shared: Shared,
     y: torch.Tensor,  # [T * K, H] float32: of the routes in ``here``

@@ -26,6 +26,7 @@ from ftd.kernels.cpu import native
 from ftd.kernels.divide import FETCHED, ON_CPU
 from ftd.kernels.reference import TorchOps
 from ftd.kernels.triton.ops import CudaOps
+from ftd.kernels.unsummed import summed
 
 LAYERS, E, K, HIDDEN, INNER = 2, 12, 4, 512, 416  # the last part is longer than the others
 REPLAYS, MOST_ROWS = 12, 8
@@ -39,10 +40,12 @@ class Layers:
     def __init__(self, division: Division, rows: int) -> None:
         self.division = division
         self.x = torch.zeros(LAYERS, rows, HIDDEN, dtype=BF16, device="cuda")
-        self.ids = torch.zeros(LAYERS, rows, K, dtype=torch.int32, device="cuda")
-        self.weights = torch.rand(rows, K).cuda()
+        self.logits = torch.zeros(LAYERS, rows, E, device="cuda")
+        self.residual = torch.zeros(rows, HIDDEN, device="cuda")
+        self.norm = torch.ones(HIDDEN, device="cuda")
         self.active = torch.ones(rows, dtype=torch.bool, device="cuda")
-        self.log, self.here = torch.empty_like(self.ids), torch.empty_like(self.ids)
+        self.log = torch.zeros(LAYERS, rows, K, dtype=torch.int32, device="cuda")
+        self.here = torch.empty_like(self.log)
         self.graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream()
         self.run()
@@ -51,14 +54,21 @@ class Layers:
             self.y = self.run()
 
     def run(self) -> torch.Tensor:  # [LAYERS, rows, HIDDEN]
-        return torch.stack(
-            [
-                self.division.forward(
-                    i, self.x[i], self.ids[i], self.weights, self.active, self.log[i], self.here[i]
-                )
-                for i in range(LAYERS)
-            ]
-        )
+        return torch.stack([self.layer(i) for i in range(LAYERS)])
+
+    def layer(self, i: int) -> torch.Tensor:
+        """Added to nothing, with the norm behind: of one row, or by itself."""
+        x, logits, log, here = self.x[i], self.logits[i], self.log[i], self.here[i]
+        if len(x) == 1:
+            weights = self.division.choose(i, x, logits, True, self.active, log, here)
+        else:
+            ids, weights = self.division.route(logits, K, True, self.active)
+            self.division.divide(i, x, ids, self.active, log, here)
+        y = self.division.finish(i, x, weights, log, here)
+        if len(x) > 1:
+            return summed(y)
+        assert not isinstance(y, torch.Tensor)
+        return y.add_rms_norm(self.residual, self.norm, 1e-6, BF16)[0]
 
 
 def check(name: str, bias: bool) -> int:
@@ -81,9 +91,11 @@ def check(name: str, bias: bool) -> int:
             resident = torch.rand(LAYERS, E) < torch.rand(())
             shared.address.copy_(torch.where(resident, slots, host))
             x = torch.randn(LAYERS, rows, HIDDEN).to(BF16)
-            ids = torch.rand(LAYERS, rows, E).topk(K).indices.int()
+            logits = torch.randn(LAYERS, rows, E)
+            routes = [TorchOps().route(of, K, True) for of in logits]
+            ids = torch.stack([chosen for chosen, _ in routes])
             layers.x.copy_(x)
-            layers.ids.copy_(ids)
+            layers.logits.copy_(logits)
             layers.graph.replay()
             torch.cuda.synchronize()
             used = torch.zeros(LAYERS, E, dtype=torch.bool).scatter_(1, ids.flatten(1).long(), True)
@@ -92,8 +104,8 @@ def check(name: str, bias: bool) -> int:
             shares += int(shared.both[0]) >= 0
             want = torch.stack(
                 [
-                    TorchOps().moe(*of, layers.weights.cpu(), at, layout, activation)
-                    for *of, at in zip(x, ids, host)
+                    TorchOps().moe(of, *route, at, layout, activation)
+                    for of, route, at in zip(x, routes, host)
                 ]
             )
             error = float((layers.y.cpu() - want).abs().max() / want.abs().max())

@@ -20,6 +20,7 @@ from ftd.experts.cpu_bench import CpuBench, repeat
 from ftd.experts.measure import routes
 from ftd.experts.profile import Key
 from ftd.kernels.formats import ExpertLayout
+from ftd.kernels.unsummed import summed
 from ftd.units import MiB
 
 from .division import Division
@@ -295,6 +296,5 @@ class _Run:
     def _work(self) -> None:
         for layer, row in enumerate(self._which):
             ids = self._ids[layer]
-            self._aside.forward(
-                row, self._x, ids, self._weights, self._active, self._log, self._here
-            )
+            self._aside.divide(row, self._x, ids, self._active, self._log, self._here)
+            summed(self._aside.finish(row, self._x, self._weights, self._log, self._here))

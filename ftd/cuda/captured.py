@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ftd.kernels.unsummed import Unsummed
+
 from .residency import Residency
 
 
@@ -30,12 +32,26 @@ class CapturedExperts:
         """What a step leaves for the host."""
         return (self.log, self._division.shared.report) if self._divided else (self.log,)
 
+    def choose(
+        self, layer: int, x: torch.Tensor, logits: torch.Tensor, k: int, normalise: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``ftd.model.architecture.Choosing``; what it divides here, ``forward`` does not again."""
+        row, division = self._rows[layer], self._division
+        if self._divided and len(x) == 1:
+            weights = division.choose(
+                row, x, logits, normalise, self.active, self.log[row], self._here
+            )
+            return self.log[row], weights
+        return division.route(logits, k, normalise, self.active)
+
     def forward(
         self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | Unsummed:
         row, division = self._rows[layer], self._division
         if self._divided:
-            return division.forward(row, x, ids, weights, self.active, self.log[row], self._here)
+            if len(x) > 1:
+                division.divide(row, x, ids, self.active, self.log[row], self._here)
+            return division.finish(row, x, weights, self.log[row], self._here)
         self._chosen[row] = ids  # rows that are not in use have chosen none
         if row + 1 == len(self._chosen):
             torch.stack(self._chosen, out=self.log)  # one launch instead of one a layer

@@ -18,6 +18,7 @@ from ftd.kernels.activation import Activation
 from ftd.kernels.divide import Shared, new_shared
 from ftd.kernels.formats import ExpertLayout
 from ftd.kernels.ops import Ops
+from ftd.kernels.unsummed import Unsummed
 
 from .cpu_experts import CpuExperts
 from .tables import Upload
@@ -32,6 +33,11 @@ class Kernels(Protocol):
         self, shared: Shared, row: int, ids: torch.Tensor, active: torch.Tensor, x: torch.Tensor,
         log: torch.Tensor, here: torch.Tensor,
     ) -> None: ...  # fmt: skip
+
+    def choose_and_divide(
+        self, ops: Any, shared: Shared, row: int, logits: torch.Tensor, normalise: bool,
+        active: torch.Tensor, x: torch.Tensor, log: torch.Tensor, here: torch.Tensor,
+    ) -> torch.Tensor: ...  # fmt: skip
 
     def products(
         self, ops: Any, shared: Shared, row: int, x: torch.Tensor, here: torch.Tensor,
@@ -49,6 +55,10 @@ class Kernels(Protocol):
         self, shared: Shared, y: torch.Tensor, log: torch.Tensor, here: torch.Tensor,
         weights: torch.Tensor,
     ) -> torch.Tensor: ...  # fmt: skip
+
+
+# Of y, log, here, weights and what they share: the sum, left to the norm behind it.
+Later = Callable[..., Unsummed]
 
 
 class Division:
@@ -73,10 +83,12 @@ class Division:
         mailbox = cpu.mailbox if cpu else None
         self.shared = new_shared(address, MOST_LENT, slots, mailbox, layout)
         self._kernels: Kernels = reference
+        self._later: Later | None = None
         if address.is_cuda:
             from ftd.kernels.triton import divide
+            from ftd.kernels.triton.sum_norm import RouteProducts
 
-            self._kernels = divide
+            self._kernels, self._later = divide, RouteProducts
         self._worth = Upload(self.shared.worth)
         self._fetch_of = Upload(self.shared.fetch_of)
         self._lent = Upload(self.shared.lent)
@@ -84,28 +96,67 @@ class Division:
 
     # ---- a layer of a captured step
 
-    def forward(
+    def route(
+        self, logits: torch.Tensor, k: int, normalise: bool, active: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # [T, K] int32 and float32
+        return self._ops.route(logits, k, normalise, active)
+
+    def divide(
         self,
         row: int,
         x: torch.Tensor,  # [T, H] act
         ids: torch.Tensor,  # [T, K] int32
-        weights: torch.Tensor,  # [T, K] float32
         active: torch.Tensor,  # [T] bool
         log: torch.Tensor,  # [T, K] int32, written: the choice, -1 in rows not in use
-        here: torch.Tensor,  # [T, K] int32, overwritten
-    ) -> torch.Tensor:  # [T, H] float32
-        shared, kernels = self.shared, self._kernels
+        here: torch.Tensor,  # [T, K] int32, written: what the GPU computes
+    ) -> None:
+        """Who computes what; the CPU begins."""
         if row == 0:
-            shared.begin_step()
-        kernels.divide(shared, row, ids, active, x, log, here)
+            self.shared.begin_step()
+        self._kernels.divide(self.shared, row, ids, active, x, log, here)
+
+    def choose(
+        self,
+        row: int,
+        x: torch.Tensor,  # [1, H] act
+        logits: torch.Tensor,  # [1, E] float32
+        normalise: bool,
+        active: torch.Tensor,  # [1] bool
+        log: torch.Tensor,  # [1, K] int32, written as by ``divide``
+        here: torch.Tensor,  # [1, K] int32
+    ) -> torch.Tensor:  # [1, K] float32, the weights
+        """``route`` and ``divide`` of one row."""
+        if row == 0:
+            self.shared.begin_step()
+        return self._kernels.choose_and_divide(
+            self._ops, self.shared, row, logits, normalise, active, x, log, here
+        )
+
+    def finish(
+        self,
+        row: int,
+        x: torch.Tensor,  # [T, H] act
+        weights: torch.Tensor,  # [T, K] float32
+        log: torch.Tensor,  # [T, K] int32
+        here: torch.Tensor,  # [T, K] int32
+    ) -> torch.Tensor | Unsummed:  # [T, H] float32
+        """What is left of a layer that has been divided."""
+        shared, kernels = self.shared, self._kernels
         y = kernels.products(self._ops, shared, row, x, here, self._layout, self._activation)
+        if self._later is not None:
+            return self._later(y, log, here, weights, shared)
         return kernels.merge(shared, y, log, here, weights)
 
     def undivided(
         self, row: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | Unsummed:  # [T, H] float32
         """Every expert is read where the table says; nothing is stored, nobody asked."""
         address = self.shared.address[row]
+        if self._later is not None:
+            y = self._kernels.route_products(
+                self._ops, x, ids, address, self._layout, self._activation
+            )
+            return self._later(y, ids, ids, weights)
         return self._ops.moe(x, ids, weights, address, self._layout, self._activation)
 
     def with_theirs(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from ftd.kernels.formats import Matrix
 from ftd.kernels.ops import Ops
+from ftd.kernels.unsummed import Unsummed
 from ftd.kv.cache import KvCache
 
 from .spec import ModelSpec
@@ -42,7 +43,23 @@ class Experts(Protocol):
         x: torch.Tensor,  # [T, H] act
         ids: torch.Tensor,  # [T, K] int32
         weights: torch.Tensor,  # [T, K] float32
-    ) -> torch.Tensor:  # [T, H] float32
+    ) -> torch.Tensor | Unsummed:  # [T, H] float32
+        ...
+
+
+@runtime_checkable
+class Choosing(Protocol):
+    """``Experts`` that take the router's logits: its choice and what comes of it are one launch."""
+
+    def choose(
+        self,
+        layer: int,
+        x: torch.Tensor,  # [T, H] act
+        logits: torch.Tensor,  # [T, E] float32
+        k: int,
+        normalise: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # [T, K] int32 and float32, for ``forward``
+        """As ``Ops.route`` of the rows in use; ``forward`` of the same layer comes next."""
         ...
 
 

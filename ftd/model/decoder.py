@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ftd.kernels.unsummed import Unsummed, summed
 from ftd.kv.cache import KvCache
 
 from .architecture import Experts, Observer
@@ -56,7 +57,7 @@ class Decoder:
         logits = self.head(normed)  # [R, V]
         return logits if self.spec.logit_scale == 1.0 else logits / self.spec.logit_scale
 
-    def _part(self, block: Block, normed: torch.Tensor, run: Pass) -> torch.Tensor:
+    def _part(self, block: Block, normed: torch.Tensor, run: Pass) -> torch.Tensor | Unsummed:
         """What a block adds to the residual stream."""
-        delta = block(normed, run)
-        return delta if self.spec.residual_scale == 1.0 else delta * self.spec.residual_scale
+        delta, scale = block(normed, run), self.spec.residual_scale
+        return delta if scale == 1.0 else summed(delta) * scale

@@ -13,9 +13,10 @@ import torch
 
 from ftd.kernels.formats import Matrix
 from ftd.kernels.ops import Ops
+from ftd.kernels.unsummed import Unsummed, summed
 from ftd.kv.cache import KvCache
 
-from .architecture import Experts, Observer
+from .architecture import Choosing, Experts, Observer
 from .rope import Rotary
 from .spec import AttentionSpec, MoeSpec
 from .step import StepInput
@@ -46,7 +47,8 @@ class Pass:
         return step.window_place, step.window_table
 
 
-Block = Callable[["torch.Tensor", Pass], "torch.Tensor"]  # [T, H] act → [T, H] float32
+# [T, H] act → [T, H] float32
+Block = Callable[["torch.Tensor", Pass], "torch.Tensor | Unsummed"]
 
 
 @dataclass(slots=True, eq=False)
@@ -81,9 +83,11 @@ class RmsNorm:
         return self.ops.rms_norm(x, self.weight, self.eps, self.out_dtype)
 
     def after(
-        self, x: torch.Tensor, delta: torch.Tensor
+        self, x: torch.Tensor, delta: torch.Tensor | Unsummed
     ) -> tuple[torch.Tensor, torch.Tensor]:  # [T, H] float32 and act
         """The residual stream with ``delta`` added, and its norm."""
+        if not isinstance(delta, torch.Tensor):
+            return delta.add_rms_norm(x, self.weight, self.eps, self.out_dtype)
         return self.ops.add_rms_norm(x, delta, self.weight, self.eps, self.out_dtype)
 
 
@@ -201,11 +205,13 @@ class SparseMlp:
     router: Linear  # float32 out: rounding logits to act would only make ties
     shared: SharedExpert | None = None
 
-    def __call__(self, x: torch.Tensor, run: Pass) -> torch.Tensor:
-        ids, weights = self.router.ops.route(
-            self.router(x), self.spec.experts_per_token, self.spec.normalise_topk, run.step.active
-        )
+    def __call__(self, x: torch.Tensor, run: Pass) -> torch.Tensor | Unsummed:
+        logits, k, normalise = self.router(x), self.spec.experts_per_token, self.spec.normalise_topk
+        if isinstance(run.experts, Choosing):
+            ids, weights = run.experts.choose(self.layer, x, logits, k, normalise)
+        else:
+            ids, weights = self.router.ops.route(logits, k, normalise, run.step.active)
         if run.observer:
             run.observer.routed(self.layer, ids, weights)
         routed = run.experts.forward(self.layer, x, ids, weights)
-        return routed if self.shared is None else self.shared.added(routed, x, run)
+        return routed if self.shared is None else self.shared.added(summed(routed), x, run)

@@ -19,10 +19,11 @@ import triton.language as tl
 from ..activation import Activation
 from ..divide import FETCHED, KEYS, ON_CPU, STORED, WANTED, Shared
 from ..formats import ExpertLayout
-from .launch import chained, let_next_start, wait_for_earlier
+from .launch import chained, let_next_start, prefetch, wait_for_earlier
 from .moe_decode import combine
-from .numbers import INTERPRETED, TL_DTYPE, power_of_2
+from .numbers import INTERPRETED, TL_DTYPE, matrix, power_of_2
 from .ops import CudaOps
+from .route import chosen_by
 
 SLEEP_NS = 100  # between two looks over the link
 COPY_COLUMNS = 1024
@@ -68,20 +69,33 @@ def _sleep(nanoseconds, SIGNAL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["row"])
 def _divide_kernel(
-    ids, active, x, address, worth, fetch_of, lent, fill, report, asked, both, log, here,
-    bell, head, box_ids, box_x, slots_begin, slots_end, row,
+    ids, logits, weights, active, x, address, worth, fetch_of, lent, fill, report, asked, both,
+    log, here, bell, head, box_ids, box_x, slots_begin, slots_end, row,
     T: tl.constexpr, K: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
-    PARTS: tl.constexpr, PART_ROWS: tl.constexpr,
+    PARTS: tl.constexpr, PART_ROWS: tl.constexpr, CHOOSE: tl.constexpr, NORMALISE: tl.constexpr,
     MOST: tl.constexpr, LENT: tl.constexpr, ACT: tl.constexpr,
     RP: tl.constexpr, EP: tl.constexpr, HP: tl.constexpr,
     CPU: tl.constexpr, SIGNAL: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAINED)
+    e = tl.arange(0, EP)
+    prefetch(address + tl.minimum(e, E - 1), CHAINED)
+    prefetch(worth + tl.minimum(e, E - 1), CHAINED)
+    prefetch(lent + tl.minimum(e, LENT - 1), CHAINED)
+    prefetch(report + tl.minimum(e, LENT), CHAINED)
+    prefetch(fetch_of + tl.minimum(e, MOST), CHAINED)
+    prefetch(active, CHAINED)
+    prefetch(asked, CHAINED)
     wait_for_earlier(CHAINED)
     r = tl.arange(0, RP)
     on = r < T * K
     in_use = on & (tl.load(active + r // K, mask=on, other=0).to(tl.int32) != 0)
-    expert = tl.load(ids + r, mask=in_use, other=-1)
+    if CHOOSE:  # of one row
+        expert, weight = chosen_by(logits, E, K, NORMALISE, EP, RP)
+        expert = tl.where(in_use, expert, -1)
+        tl.store(weights + r, weight, mask=on)
+    else:
+        expert = tl.load(ids + r, mask=in_use, other=-1)
     in_use = in_use & (expert >= 0)
     tl.store(log + r, expert, mask=on)
     record = tl.load(address + expert, mask=in_use, other=0)
@@ -116,7 +130,6 @@ def _divide_kernel(
     on_cpu_before = tl.load(report + _ON_CPU)
     place = taken + before
     slot = tl.load(lent + place, mask=admitted & (place < LENT), other=0)
-    e = tl.arange(0, EP)
     tl.store(fill + e, tl.zeros([EP], tl.int64), mask=e < E)
     tl.debug_barrier()  # all have loaded and cleared what is stored now
     store = slot != 0
@@ -153,6 +166,35 @@ def _divide_kernel(
 
 
 @triton.jit
+def summed_by_all(
+    y, log, here, weights, asked, both, answer, box_y, t, h,
+    K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, SLEEP: tl.constexpr,
+    CPU: tl.constexpr, SIGNAL: tl.constexpr,
+):  # fmt: skip
+    """Columns ``h`` of a row's sum, after the CPU's answer has come if it was asked."""
+    divided = -1
+    if CPU:
+        asks, number = tl.load(asked), tl.load(asked + 1)
+        divided = tl.load(both)
+        if asks != 0:
+            while _look(answer, SIGNAL) - number < 0:
+                _sleep(SLEEP, SIGNAL)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for k in tl.static_range(K):
+        route = t * K + k
+        mine = tl.load(here + route) >= 0
+        value = tl.load(y + route * H + h, mask=h < H, other=0.0)
+        value = tl.where(mine, value, 0.0)  # as a mask of the load, it would be waited for
+        if CPU:
+            expert = tl.load(log + route)
+            theirs = (expert >= 0) & ((mine == 0) | (expert == divided))
+            at = matrix(box_y, tl.float32, 16) + route * H + h
+            value += tl.load(at, mask=(h < H) & theirs, other=0.0, cache_modifier=".cv")
+        acc += tl.load(weights + route) * value
+    return acc
+
+
+@triton.jit
 def _merge_kernel(
     y, log, here, weights, out, asked, both, answer, box_y,
     K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, SLEEP: tl.constexpr,
@@ -162,23 +204,10 @@ def _merge_kernel(
     wait_for_earlier(CHAINED)
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if CPU:
-        if tl.load(asked) != 0:
-            number = tl.load(asked + 1)
-            while _look(answer, SIGNAL) - number < 0:
-                _sleep(SLEEP, SIGNAL)
-        divided = tl.load(both)
-    acc = tl.zeros([BLOCK], tl.float32)
-    for k in tl.static_range(K):
-        route = t * K + k
-        mine = tl.load(here + route) >= 0
-        value = tl.load(y + route * H + h, mask=(h < H) & mine, other=0.0)
-        if CPU:
-            expert = tl.load(log + route)
-            theirs = (expert >= 0) & ((mine == 0) | (expert == divided))
-            at = box_y.to(tl.pointer_type(tl.float32)) + route * H + h
-            value += tl.load(at, mask=(h < H) & theirs, other=0.0, cache_modifier=".cv")
-        acc += tl.load(weights + route) * value
+    acc = summed_by_all(
+        y, log, here, weights, asked, both, answer, box_y, t, h,
+        K, H, BLOCK, SLEEP, CPU, SIGNAL,
+    )  # fmt: skip
     tl.store(out + t * H + h, acc, mask=h < H)
 
 
@@ -192,6 +221,40 @@ def divide(
     here: torch.Tensor,  # [T, K] int32, written
 ) -> None:
     """See ``kernels.divide.divide``."""
+    _divide(shared, row, ids, None, None, False, active, x, log, here)
+
+
+def choose_and_divide(
+    ops: CudaOps,
+    shared: Shared,
+    row: int,
+    logits: torch.Tensor,  # [1, E] float32, contiguous
+    normalise: bool,
+    active: torch.Tensor,  # [1] bool
+    x: torch.Tensor,  # [1, H] act, contiguous
+    log: torch.Tensor,  # [1, K] int32, written
+    here: torch.Tensor,  # [1, K] int32, written
+) -> torch.Tensor:  # [1, K] float32: the weights of the choice
+    """See ``kernels.divide.choose_and_divide``; one launch."""
+    assert logits.shape == (1, shared.address.shape[1]) and logits.is_contiguous(), logits.shape
+    assert logits.dtype == torch.float32 and len(x) == 1, (logits.dtype, x.shape)
+    weights = torch.empty(log.shape, dtype=torch.float32, device=log.device)
+    _divide(shared, row, log, logits, weights, normalise, active, x, log, here)
+    return weights
+
+
+def _divide(
+    shared: Shared,
+    row: int,
+    ids: torch.Tensor,
+    logits: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    normalise: bool,
+    active: torch.Tensor,
+    x: torch.Tensor,
+    log: torch.Tensor,
+    here: torch.Tensor,
+) -> None:
     (T, K), H, E = ids.shape, x.shape[1], shared.address.shape[1]
     assert all(a.is_contiguous() for a in (ids, active, x, log, here)), (ids.stride(), x.stride())
     box = shared.mailbox
@@ -201,9 +264,11 @@ def divide(
         places = tuple(part.data_ptr() for part in (box.bell, box.head, box.ids, box.x))
     routes, fetch_of = power_of_2(T * K), shared.fetch_of_rows(T)
     _divide_kernel[(1,)](
-        ids, active, x, shared.address[row], shared.worth[row], fetch_of, shared.lent,
+        ids, ids if logits is None else logits, ids if weights is None else weights,
+        active, x, shared.address[row], shared.worth[row], fetch_of, shared.lent,
         shared.fill, shared.report, shared.asked, shared.both, log, here, *places, *shared.slots,
         row, T=T, K=K, H=H, E=E, PARTS=shared.parts, PART_ROWS=shared.part_rows,
+        CHOOSE=logits is not None, NORMALISE=normalise,
         MOST=len(fetch_of) - 1, LENT=len(shared.lent),
         ACT=TL_DTYPE[x.dtype], RP=routes, EP=power_of_2(E), HP=min(COPY_COLUMNS, power_of_2(H)),
         CPU=box is not None, SIGNAL=not INTERPRETED, num_warps=1 if routes <= 16 else 4,

@@ -32,6 +32,7 @@ from ftd.kernels.sample import ALL_SHAPES, Drawn, Kept, Rows, mask_words
 from ftd.kernels.triton import divide, launch, sample
 from ftd.kernels.triton.ops import CudaOps
 from ftd.kernels.triton.places import places
+from ftd.kernels.triton.sum_norm import RouteProducts
 
 POINTER = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
@@ -196,7 +197,14 @@ def launch_division() -> None:
         divide.divide(
             shared, 1, ids, tensor(T, dtype=torch.bool), tensor(T, 2048, dtype=act), log, here
         )
-        divide.merge(shared, tensor(T * K, 2048, dtype=f32), log, here, tensor(T, K, dtype=f32))
+        y, weights = tensor(T * K, 2048, dtype=f32), tensor(T, K, dtype=f32)
+        later = RouteProducts(y, log, here, weights, shared if asks else None)
+        later.sum()
+        later.add_rms_norm(tensor(T, 2048, dtype=f32), tensor(2048, dtype=f32), 1e-6, act)
+        if T == 1:
+            logits, active = tensor(1, E, dtype=f32), tensor(1, dtype=torch.bool)
+            of_row = active, tensor(1, 2048, dtype=act), log, here
+            divide.choose_and_divide(CudaOps(), shared, 1, logits, True, *of_row)
 
 
 def stores_before_waiting(ptx: str) -> int:

@@ -10,7 +10,10 @@ pytest.importorskip("triton")
 from ftd.kernels import divide as reference
 from ftd.kernels.cpu.service import Mailbox
 from ftd.kernels.divide import FETCHED, KEYS, ON_CPU, STORED, WANTED, new_shared
+from ftd.kernels.reference import TorchOps
 from ftd.kernels.triton import divide as kernels
+from ftd.kernels.triton.ops import CudaOps
+from ftd.kernels.triton.sum_norm import RouteProducts
 
 LAYERS, EXPERTS, HIDDEN, ROW = 3, 12, 40, 1
 SLOTS = (1 << 40, (1 << 40) + (1 << 20))
@@ -125,3 +128,60 @@ def test_both_add_alike_whoever_computed(tokens, routes, asked):
     mine = kernels.merge(shared, y, log, here, weights)
     assert mine.isfinite().all()
     torch.testing.assert_close(mine, reference.merge(shared, y, log, here, weights))
+
+
+@pytest.mark.parametrize("in_use", [True, False])
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("routes", [1, 3, 4])
+def test_a_choice_is_divided_in_the_same_launch(routes, normalise, in_use):
+    torch.manual_seed(routes)
+    resident = torch.arange(EXPERTS) % 3 == 0
+    logits, active = torch.randn(1, EXPERTS), torch.tensor([in_use])
+    logits[0, 5] = logits[0, 4]
+    x, fetch_of = torch.randn(1, HIDDEN), torch.tensor([0, 1, 1, 1]).int()
+    found = []
+    for module in (kernels, reference):
+        shared = shared_of(
+            resident, torch.rand(EXPERTS, generator=torch.Generator().manual_seed(3)), fetch_of,
+            [SLOTS[0]], cpu=True, routes=routes,
+        )  # fmt: skip
+        log, here = torch.full((2, 1, routes), 77).int()
+        arguments = logits, normalise, active, x, log, here
+        weights = module.choose_and_divide(TorchOps(), shared, ROW, *arguments)
+        found.append((log, here, weights, shared))
+    (log, here, weights, mine), (want_log, want_here, want, theirs) = found
+    assert torch.equal(log, want_log) and torch.equal(here, want_here)
+    torch.testing.assert_close(weights, want)
+    assert (log >= 0).all() == in_use
+    for name in ("fill", "report", "asked", "both"):
+        assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
+
+
+@pytest.mark.parametrize("asked", [True, False, None])
+@pytest.mark.parametrize("tokens, routes", [(1, 4), (8, 3)])
+@pytest.mark.parametrize("act", [torch.float32, torch.bfloat16], ids=str)
+def test_the_sum_and_the_norm_behind_it_are_one_launch(tokens, routes, asked, act):
+    """As ``merge`` and ``add_rms_norm`` one behind the other, to the last bit; None: no CPU."""
+    torch.manual_seed(2)
+    shared = shared_of(
+        torch.zeros(EXPERTS).bool(), torch.zeros(EXPERTS), torch.tensor([0, 0]).int(), [0],
+        cpu=asked is not None, routes=routes,
+    )  # fmt: skip
+    log = torch.randint(-1, EXPERTS, (tokens, routes)).int()
+    here = torch.where(torch.rand(tokens, routes) < 0.5, log, -1) if asked else log.clone()
+    y = torch.randn(tokens * routes, HIDDEN)
+    y[here.flatten() < 0] = float("nan")
+    if asked is not None:
+        answers = shared.mailbox.y.view(-1)[: y.numel()].view(y.shape)
+        answers.copy_(torch.randn(y.shape))
+        answers[(here >= 0).flatten()] = float("nan")
+        shared.asked[0], shared.asked[1], shared.mailbox.answer[0] = asked, 7, 7
+    weights, x, norm = torch.rand(tokens, routes), torch.randn(tokens, HIDDEN), torch.rand(HIDDEN)
+    later = RouteProducts(y, log, here, weights, shared if asked is not None else None)
+    want = CudaOps().add_rms_norm(x, later.sum(), norm, 1e-6, act)
+    for mine, wanted in zip(later.add_rms_norm(x, norm, 1e-6, act), want):
+        assert mine.isfinite().all() and torch.equal(mine, wanted)
+    delta = reference.merge(shared, y, log, here, weights) if asked is not None else None
+    if delta is not None:
+        for mine, wanted in zip(want, TorchOps().add_rms_norm(x, delta, norm, 1e-6, act)):
+            torch.testing.assert_close(mine, wanted)
