@@ -63,7 +63,15 @@ class TestLinear:
     @pytest.mark.parametrize("act", ACT, ids=str)
     @pytest.mark.parametrize(
         ("T", "K", "out"),
-        [(1, 70, 33), (1, 2100, 5), (3, 96, 40), (12, 40, 20), (20, 64, 40), (0, 8, 4)],
+        [
+            (1, 70, 33),
+            (1, 2100, 5),
+            (1, 2104, 5),
+            (3, 96, 40),
+            (12, 40, 20),
+            (20, 64, 40),
+            (0, 8, 4),
+        ],
         ids=str,
     )
     def test_matches_the_reference(self, T, K, out, act):
