@@ -160,6 +160,7 @@ const Kernels* amx_kernels() {
     Kernels k = *avx512bf16_kernels();
     k.grouped[0][FTD_BF16][FTD_BF16] = &kMatmul;
     use_amx_four_bits(k);
+    use_amx_exact(k);
     use_amx_scaled(k);
     return k;
   }();

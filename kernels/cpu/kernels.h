@@ -203,8 +203,10 @@ const Kernels* amx_kernels();
 // The parts of avx512bf16_kernels for formats of four bits and for FP8.
 void use_avx512bf16_scaled(Kernels& kernels);
 void use_avx512bf16_fp8(Kernels& kernels);
-// The parts of amx_kernels for few tokens of four-bit formats, and for several of all of them.
+// The parts of amx_kernels for few tokens of four-bit formats, and for several: of formats whose
+// numbers are exact with their scales, and of the others.
 void use_amx_four_bits(Kernels& kernels);
+void use_amx_exact(Kernels& kernels);
 void use_amx_scaled(Kernels& kernels);
 #endif
 

@@ -1,5 +1,6 @@
-// How rows meet tokens in kernels of AVX512-BF16 that take a few of each at a time. Included by each
-// file within its own unnamed namespace, behind its dot_rows<F, R, C>: R rows at a time, C tokens.
+// How rows meet tokens in kernels of AVX512-BF16 that take a few of each at a time. Included by
+// each file within its own unnamed namespace, behind its dot_rows<F, R, C>: R rows at a time, C
+// tokens.
 
 constexpr int kRowTokens = 4;
 

@@ -1,4 +1,4 @@
-// Tiles as scaled_amx.cpp uses them, which includes this within its namespace.
+// Tiles as scaled_amx.cpp and exact_amx.cpp use them, which include this within their namespaces.
 
 constexpr int kRows = 16;        // of a tile
 constexpr int kTileInputs = 32;  // of the left tile
@@ -30,23 +30,30 @@ void store_tile(float* to, int64_t stride) {
   if constexpr (kSum == 2) _tile_stored(2, to, stride);
   if constexpr (kSum == 3) _tile_stored(3, to, stride);
 }
-template <int kSum, int kWeights>  // tokens in 6 for even sums, in 7 for odd ones
+template <int kSum>
+void zero_tile() {
+  if constexpr (kSum == 0) _tile_zero(0);
+  if constexpr (kSum == 1) _tile_zero(1);
+  if constexpr (kSum == 2) _tile_zero(2);
+  if constexpr (kSum == 3) _tile_zero(3);
+}
+template <int kSum, int kWeights, int kTokens>
 void multiply_tiles() {
-  if constexpr (kSum == 0) {
-    _tile_zero(0);
-    if constexpr (kWeights == 4) _tile_dpbf16ps(0, 4, 6);
-    if constexpr (kWeights == 5) _tile_dpbf16ps(0, 5, 6);
-  } else if constexpr (kSum == 1) {
-    _tile_zero(1);
-    if constexpr (kWeights == 4) _tile_dpbf16ps(1, 4, 7);
-    if constexpr (kWeights == 5) _tile_dpbf16ps(1, 5, 7);
-  } else if constexpr (kSum == 2) {
-    _tile_zero(2);
-    if constexpr (kWeights == 4) _tile_dpbf16ps(2, 4, 6);
-    if constexpr (kWeights == 5) _tile_dpbf16ps(2, 5, 6);
-  } else {
-    _tile_zero(3);
-    if constexpr (kWeights == 4) _tile_dpbf16ps(3, 4, 7);
-    if constexpr (kWeights == 5) _tile_dpbf16ps(3, 5, 7);
-  }
+  constexpr int kCase = 4 * kSum + 2 * (kWeights - 4) + kTokens - 6;
+  if constexpr (kCase == 0) _tile_dpbf16ps(0, 4, 6);
+  if constexpr (kCase == 1) _tile_dpbf16ps(0, 4, 7);
+  if constexpr (kCase == 2) _tile_dpbf16ps(0, 5, 6);
+  if constexpr (kCase == 3) _tile_dpbf16ps(0, 5, 7);
+  if constexpr (kCase == 4) _tile_dpbf16ps(1, 4, 6);
+  if constexpr (kCase == 5) _tile_dpbf16ps(1, 4, 7);
+  if constexpr (kCase == 6) _tile_dpbf16ps(1, 5, 6);
+  if constexpr (kCase == 7) _tile_dpbf16ps(1, 5, 7);
+  if constexpr (kCase == 8) _tile_dpbf16ps(2, 4, 6);
+  if constexpr (kCase == 9) _tile_dpbf16ps(2, 4, 7);
+  if constexpr (kCase == 10) _tile_dpbf16ps(2, 5, 6);
+  if constexpr (kCase == 11) _tile_dpbf16ps(2, 5, 7);
+  if constexpr (kCase == 12) _tile_dpbf16ps(3, 4, 6);
+  if constexpr (kCase == 13) _tile_dpbf16ps(3, 4, 7);
+  if constexpr (kCase == 14) _tile_dpbf16ps(3, 5, 6);
+  if constexpr (kCase == 15) _tile_dpbf16ps(3, 5, 7);
 }

@@ -2,7 +2,7 @@
 // inputs_avx512bf16.h is.
 
 // The instruction that looks numbers up goes by five bits of a word, so the table holds them twice.
-__m512i number_table(const uint16_t (&bits)[16]) {
+inline __m512i number_table(const uint16_t (&bits)[16]) {
   return _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(bits)));
 }
 

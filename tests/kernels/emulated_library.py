@@ -24,7 +24,7 @@ def build(folder: Path) -> Path:
 
     def compile_one(source: Path) -> str:
         target = str(source.with_suffix(".o"))
-        optimised = "-O1" if source.name.startswith(("scaled", "fp8", "four")) else "-O0"
+        optimised = "-O1" if source.name.startswith(("scaled", "fp8", "four", "exact")) else "-O0"
         command = [
             "g++",
             optimised,

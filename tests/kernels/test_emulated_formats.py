@@ -12,6 +12,7 @@ from test_native_formats import (  # noqa: F401
     seeded,
     test_down_may_have_another_format,
     test_each_code_counts,
+    test_each_scale_counts,
     test_linear_matches_the_decoded_matrix,
     test_moe_matches_reference,
 )

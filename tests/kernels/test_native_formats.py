@@ -100,6 +100,24 @@ def test_each_code_counts(ops, name, T):
         torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize(("name", "codes"), [("mxfp4", range(8, 248)), ("nvfp4", range(127))])
+@pytest.mark.parametrize("T", [1, 3, 17])
+def test_each_scale_counts(ops, name, codes, T):
+    """One input of each block alone; e8m0 as far as float32 has normal products."""
+    packed, _ = random_matrix(name, 8, 1024)
+    blocks = packed.layout.scale_shape[1]
+    scales = torch.tensor(codes)[torch.arange(8 * blocks) % len(codes)]
+    packed.data[packed.layout.scale_offset :][: len(scales)] = scales.to(torch.uint8)
+    weights = decode(packed)
+    columns = 1024 // blocks * torch.arange(blocks) + torch.arange(blocks) % 16
+    for some in columns.split(T):
+        x = torch.zeros(len(some), 1024).bfloat16()
+        x[torch.arange(len(some)), some] = 1
+        want = x.double() @ weights.double().T
+        got = ops.linear(x, packed, out_dtype=torch.float32)
+        torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=0)
+
+
 def test_down_may_have_another_format(ops):
     layout, _records, address = random_records("mxfp4", 160, 96, 3, down="fp8")
     x, (ids, weights) = torch.randn(4, 160), routes(4, 2, 3)

@@ -271,8 +271,8 @@ inline __m512i to_bf16(__m512 high, __m512 low) {
   return each<Ints<uint16_t>>(
       [&](int i) { return narrow(i < 16 ? x.at[i] : y.at[i - 16]); });
 }
-inline __m512i insert(__m512i v, __m128i part, int i) {
-  memcpy(reinterpret_cast<char *>(&v) + 16 * i, &part, sizeof part);
+template <class Part> __m512i insert(__m512i v, Part part, int i) {
+  memcpy(reinterpret_cast<char *>(&v) + sizeof part * i, &part, sizeof part);
   return v;
 }
 template <class... T> __m512i set_ints(T... v) {
@@ -335,6 +335,8 @@ template <class... T> __m512i set_ints(T... v) {
 #define _mm512_castsi512_si256(v) emulated::cast<__m256i>(v)
 #undef _mm512_castsi512_si128
 #define _mm512_castsi512_si128(v) emulated::cast<__m128i>(v)
+#undef _mm512_castsi256_si512
+#define _mm512_castsi256_si512(v) emulated::cast<__m512i>(v)
 #undef _mm512_castsi128_si512
 #define _mm512_castsi128_si512(v) emulated::cast<__m512i>(v)
 #undef _mm512_castps512_ps128
@@ -351,6 +353,8 @@ template <class... T> __m512i set_ints(T... v) {
 #define _mm512_extractf32x4_ps(v, i) emulated::extract<__m128>(v, i)
 #undef _mm512_inserti32x4
 #define _mm512_inserti32x4(v, part, i) emulated::insert(v, part, i)
+#undef _mm512_inserti64x4
+#define _mm512_inserti64x4(v, part, i) emulated::insert(v, part, i)
 #undef _mm512_unpacklo_epi8
 #define _mm512_unpacklo_epi8(a, b) emulated::unpack<uint8_t>(a, b, false)
 #undef _mm512_unpackhi_epi8
