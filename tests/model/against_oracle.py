@@ -12,8 +12,8 @@ from oracle_check import Oracle, OracleMismatch, Prompt
 HIDDEN = 1e-3  # in float32, of the largest number of a state
 LOGIT = 0.25  # judged by the median; transformers itself in bfloat16: 0.14 to 0.27
 ROUTER_WEIGHT = 2e-2
-DISAGREED = 0.02  # of the rows that were the same so far
-OTHER_TOKENS = 0.05  # of clear choices: a row looks back at those where a router chose otherwise
+DISAGREED = 0.02  # of the rows that were the same so far, and of clear choices of a token
+FEW = 2  # such cases are no share yet: some oracles have 48 rows
 CLEAR = 0.5  # a margin of the best two tokens
 
 
@@ -52,8 +52,10 @@ class Closeness:
 
     logit_error: float  # the median over rows of each row's largest
     weight_error: float  # the mean
-    disagreed: float  # share of the looks at a row that was the same up to there
-    other_tokens: float  # share of greedy tokens, where the choice is clear
+    disagreed: int  # routers that chose otherwise
+    looks: int  # at a row of a layer that was the same up to there
+    other_tokens: int  # greedy, where the choice is clear
+    clear_tokens: int
 
 
 def expected_run(oracle: Oracle, prompt: Prompt) -> Run:
@@ -101,13 +103,15 @@ def closeness(
     return Closeness(
         float(torch.cat(errors).median()),
         float(torch.cat(weight_errors).mean()),
-        disagreed / looks,
-        other_tokens / compared,
+        disagreed,
+        looks,
+        other_tokens,
+        compared,
     )
 
 
 def check_close(found: Closeness) -> None:
-    assert found.disagreed < DISAGREED, found
+    assert found.disagreed <= FEW + DISAGREED * found.looks, found
     assert found.weight_error < ROUTER_WEIGHT, found
     assert found.logit_error < LOGIT, found
-    assert found.other_tokens < OTHER_TOKENS, found
+    assert found.other_tokens <= FEW + DISAGREED * found.clear_tokens, found
