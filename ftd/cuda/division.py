@@ -6,7 +6,8 @@ in stream order, and the layers of a graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from typing import Any, Protocol
 
@@ -93,6 +94,7 @@ class Division:
         self._fetch_of = Upload(self.shared.fetch_of)
         self._lent = Upload(self.shared.lent)
         self._told_lent: tuple[int, ...] = ()
+        self._tables: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
 
     # ---- a layer of a captured step
 
@@ -187,16 +189,41 @@ class Division:
         """Into how many an expert may be divided between link and CPU."""
         return self.shared.parts
 
-    def split(self, fetch_of: Sequence[Sequence[float]]) -> None:
+    def split(
+        self,
+        fetch_of: Sequence[Sequence[float]],
+        beside: Sequence[Sequence[float]] | None = None,
+    ) -> None:
         """For 1, 2, 4 and 8 rows: for each number of misses of a layer, how many take the link.
 
         In experts, to the nearest part. More misses than a table knows count as its last.
+
+        Args:
+            beside: the same in the pauses of a pass; None: nothing else.
         """
+        usual = self._in_parts(fetch_of)
+        self._tables = usual, self._in_parts(beside) if beside else None
+        self._fetch_of.send(usual)
+
+    def _in_parts(self, fetch_of: Sequence[Sequence[float]]) -> torch.Tensor:
         rows, most = self.shared.fetch_of.shape
         assert len(fetch_of) == rows, len(fetch_of)
         tables = [[*table, *[table[-1]] * most][:most] for table in fetch_of]
         parts = (torch.tensor(tables, dtype=torch.float64) * self.parts).round()
-        self._fetch_of.send(parts.to(torch.int32))
+        return parts.to(torch.int32)
+
+    @contextmanager
+    def beside_pass(self) -> Iterator[None]:
+        """Steps launched inside divide as in its pauses."""
+        usual, beside = self._tables
+        if usual is None or beside is None:
+            yield
+            return
+        self._fetch_of.send(beside)
+        try:
+            yield
+        finally:
+            self._fetch_of.send(usual)
 
     def judge(self, value: np.ndarray, admit: np.ndarray) -> None:
         """What experts are worth ([L, E], not negative), and which are worth storing."""

@@ -155,9 +155,13 @@ class Residency:
         """See ``Division.parts``."""
         return self.division.parts
 
-    def split(self, fetch_of: Sequence[Sequence[float]]) -> None:
+    def split(
+        self,
+        fetch_of: Sequence[Sequence[float]],
+        beside: Sequence[Sequence[float]] | None = None,
+    ) -> None:
         """See ``Division.split``."""
-        self.division.split(fetch_of)
+        self.division.split(fetch_of, beside)
 
     def share_prompts(self, rates: PromptRates | None) -> None:
         """What the CPU takes of a prompt's missed experts; None: nothing."""
@@ -190,7 +194,8 @@ class Residency:
         if self._dirty:  # the slots of those that the pass has evicted are being overwritten
             self._publish()
         try:
-            yield
+            with self.division.beside_pass():
+                yield
         finally:
             self._step, self._uses, self._num_tokens, self._wanted, self._trace = outer
             self._paused = False

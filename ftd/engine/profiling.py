@@ -6,7 +6,7 @@ Everything runs on the engine thread, at safe points; a measurement goes slice b
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -37,8 +37,16 @@ class Divides(Protocol):
         """Of an expert that link and CPU may share; 1: experts are not divided."""
         ...
 
-    def split(self, fetch_of: Sequence[Sequence[float]]) -> None:
-        """For 1, 2, 4 and 8 rows: for each number of misses of a layer, how many take the link."""
+    def split(
+        self,
+        fetch_of: Sequence[Sequence[float]],
+        beside: Sequence[Sequence[float]] | None = None,
+    ) -> None:
+        """For 1, 2, 4 and 8 rows: for each number of misses of a layer, how many take the link.
+
+        Args:
+            beside: the same in the pauses of a pass; None: nothing else.
+        """
         ...
 
     def share_prompts(self, rates: PromptRates | None) -> None:
@@ -69,6 +77,7 @@ class Profiling:
         self._measuring: Generator[Slice, None, Profile] | None = None
         self._owner: object = None  # of that measurement
         self._tables: dict[int, Sequence[float]] = {}  # by rows, as the profile divides
+        self._beside: dict[int, Sequence[float]] = {}  # the same in the pauses of a pass
         self._modes: dict[int, State] = {}  # of those that leave something to the CPU
         self._misses = 0  # since loading
 
@@ -99,8 +108,11 @@ class Profiling:
         """Divide misses as it says, from the next step on."""
         self.profile = profile
         of = self._bench.experts_per_token
-        tables = {b: profile.fetch_of(b, of, self._experts.parts) for b in BATCHES}
+        parts = self._experts.parts
+        tables = {b: profile.fetch_of(b, of, parts) for b in BATCHES}
+        beside = {b: profile.fetch_of(b, of, parts, beside=True) for b in BATCHES}
         self._tables = {batch: table for batch, table in tables.items() if table}
+        self._beside = {batch: table for batch, table in beside.items() if table}
         self._modes = {}
         if self._bench.has_link and self._tables:
             divided = {b for b, t in self._tables.items() if t != tuple(range(len(t)))}
@@ -135,12 +147,13 @@ class Profiling:
 
     def _tell(self) -> None:
         """The experts, how each batch size divides."""
-        self._experts.split(
-            [
-                range(len(table)) if self._mode(batch) is Mode.LINK else table
-                for batch, table in self._tables.items()
-            ]
-        )
+        self._experts.split(self._as_modes_say(self._tables), self._as_modes_say(self._beside))
+
+    def _as_modes_say(self, tables: Mapping[int, Sequence[float]]) -> list[Sequence[float]]:
+        return [
+            range(len(table)) if self._mode(batch) is Mode.LINK else table
+            for batch, table in tables.items()
+        ]
 
     def _mode(self, batch: int) -> Mode:
         return self._modes[batch].mode if batch in self._modes else Mode.SPLIT

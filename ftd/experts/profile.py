@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
 from ftd.experts.machines import Machine
-from ftd.experts.split import PromptRates, Rates, fetch_table
+from ftd.experts.split import PromptRates, Rates, beside_copies, fetch_table
 
 VERSION = 1  # raised when an old file would be misread
 BATCHES = (1, 2, 4, 8)
@@ -85,15 +85,19 @@ class Profile:
         )
 
     def fetch_of(
-        self, batch: int, experts_per_token: int, parts: int = 1
+        self, batch: int, experts_per_token: int, parts: int = 1, *, beside: bool = False
     ) -> tuple[float, ...] | None:
         """For each number of misses that a layer can have, how many take the link.
 
         Args:
             parts: of an expert that link and CPU may share.
+            beside: a pass whose copies take the link, too.
         """
         rates = self.rates(batch)
-        return None if rates is None else fetch_table(rates, batch * experts_per_token, parts)
+        if rates is None:
+            return None
+        rates = beside_copies(rates) if beside else rates
+        return fetch_table(rates, batch * experts_per_token, parts)
 
     def prompt_rates(self, fixed_s: float = 0.0) -> PromptRates | None:
         """For the misses of a prompt's layer; None: the CPU, or the link, was not measured.

@@ -226,10 +226,17 @@ class ExpertRuntime:
 
     parts = 1  # experts are not divided
 
-    def split(self, fetch_of: Sequence[Sequence[float]]) -> None:
+    def split(
+        self,
+        fetch_of: Sequence[Sequence[float]],
+        beside: Sequence[Sequence[float]] | None = None,
+    ) -> None:
         """For 1, 2, 4 and 8 rows: for each number of misses of a layer, how many take the link.
 
         More misses than a table knows count as its last.
+
+        Args:
+            beside: the same in the pauses of a pass, in which no copies take the link here.
         """
         one, two, four, eight = ([int(count) for count in table] for table in fetch_of)
         self._fetch_of = [one, two, four, four, eight]  # of 1, 2, 3, ... rows

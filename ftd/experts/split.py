@@ -7,8 +7,9 @@ has a fixed cost, and while both run each keeps only part of its own rate: they 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+LEFT_BY_COPIES = 0.5  # of the link, to a step beside a pass
 FEW_MISSES = 2  # of a layer, where most experts are resident
 NO_MISS_S = 1e-9  # a miss that costs less costs nothing: no fill earns what it takes
 
@@ -32,6 +33,11 @@ class Rates:
         assert max(self.link_experts_per_s, self.cpu_experts_per_s) > 0, self
         assert min(self.link_fixed_s, self.cpu_fixed_s) >= 0, self
         assert 0 < self.link_beside_cpu <= 1 and 0 < self.cpu_beside_link <= 1, self
+
+
+def beside_copies(rates: Rates) -> Rates:
+    """Of a step beside a pass whose experts are on their way over the link."""
+    return replace(rates, link_experts_per_s=rates.link_experts_per_s * LEFT_BY_COPIES)
 
 
 @dataclass(frozen=True, slots=True)

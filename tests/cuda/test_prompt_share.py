@@ -79,13 +79,16 @@ def test_without_rates_a_pause_costs_the_pass_all_of_it():
 def test_steps_are_launched_one_behind_the_other_in_pauses(often):
     alone = answer_alone(MODEL, requests())
     with cuda_core(
-        MODEL, slots=9, staging=8, fetch_of=[0, 0.5], max_running=12, prefill_chunk=32
+        MODEL, slots=9, staging=8, fetch_of=[0, 1], max_running=12, prefill_chunk=32
     ) as core:
         core.experts.share_prompts(PromptRates(1e-2, 0.0, 0.0))
+        core.experts.split([[0, 1]] * 4, [[0, 0]] * 4)
         follow, followed = core.runner.follow, []
 
         def counted(*args):
             followed.append(any(core.in_prefill(key) for key in core.request_ids()))
+            table = core.experts.division.shared.fetch_of
+            assert bool(table.any()) != followed[-1], "in pauses all misses are the CPU's"
             return follow(*args)
 
         core.runner.follow = counted

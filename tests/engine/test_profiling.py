@@ -60,8 +60,9 @@ class Told:
     def __init__(self):
         self.tables, self.prompts = [], []
 
-    def split(self, fetch_of):
+    def split(self, fetch_of, beside):
         self.tables.append([tuple(table) for table in fetch_of])
+        self.beside = [tuple(table) for table in beside]
 
     def share_prompts(self, rates):
         self.prompts.append(rates)
@@ -79,6 +80,7 @@ def test_a_stored_profile_is_taken_at_the_start_without_measuring(tmp_path):
     profiling.start()
     assert profiling.profile == PROFILE and not bench.closed
     assert told.tables == [[PROFILE.fetch_of(batch, 4, 6) for batch in (1, 2, 4, 8)]]
+    assert told.beside == [PROFILE.fetch_of(batch, 4, 6, beside=True) for batch in (1, 2, 4, 8)]
     assert profiling.source.startswith("the profile of 2023-11-1")
 
 
@@ -151,6 +153,7 @@ def test_a_split_that_is_measured_slower_is_left_for_its_batch_size_alone(tmp_pa
         profiling.stepped(0, misses := misses + 50, 1.0)  # of prompts: tells nothing
         profiling.stepped(1, misses, 9e-3)  # missed nothing
     assert told.tables[-1] == [divided[0], divided[1], every[2], divided[3]]
+    assert told.beside[2] == every[2] and told.beside[3] != every[3]
     assert profiling.source.endswith("; with 4 rows all over the link was faster")
     profiling.take(PROFILE)
     assert told.tables[-1] == divided, "a new profile begins anew"

@@ -14,6 +14,7 @@ from ftd.experts.split import (
     PromptRates,
     Rates,
     background_allowance,
+    beside_copies,
     fetch_table,
     finish_s,
     miss_s,
@@ -143,6 +144,14 @@ def test_background_fills_are_free_beside_idle_paths_and_none_without_a_link():
     assert background_allowance(H200, 1e-3, 0, 0, 1e-4).cost_misses == 0
     no_link = Rates(0.0, 0.0, 1000.0, 0.0)
     assert background_allowance(no_link, 1e-3, 0, 1e-3, 1e-4).fills == 0
+
+
+@pytest.mark.parametrize("parts", [1, 12])
+def test_beside_copies_a_step_leaves_more_to_the_cpu(parts):
+    alone, beside = (fetch_table(rates, 16, parts) for rates in (H200, beside_copies(H200)))
+    assert all(b <= a for a, b in zip(alone, beside)) and sum(beside) < sum(alone)
+    no_cpu = Rates(1000.0, 0.0, 0.0, 0.0)
+    assert fetch_table(beside_copies(no_cpu), 4) == (0, 1, 2, 3, 4)
 
 
 class TestPromptShare:
