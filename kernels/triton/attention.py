@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import chained, let_next_start, wait_for_earlier
+from .launch import LINE_BYTES, chained, let_next_start, prefetch, wait_for_earlier
 from .numbers import power_of_2, wide_dot
 
 PROGRAMS = 264  # what splitting aims at: two for each of 132 processors
@@ -31,13 +31,42 @@ DECODE_ROWS = 16  # up to here every row is its own block: rows then mostly are 
 
 
 @triton.jit
+def _prefetch_first(
+    k_pages, v_pages, page_table, sequence, position, window, M, kv_head, split,
+    NKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BK: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOWED: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Bring a program's first keys and values to the L2 cache while q is still computed.
+
+    If the row's position were not there yet, it would fetch what nobody needs, from the row's
+    page table.
+    """
+    seq = tl.load(sequence + tl.program_id(0), cache_modifier=".cg")
+    last = tl.load(position + tl.program_id(0), cache_modifier=".cg")
+    if (seq >= 0) & (last >= 0):
+        first = last * 0
+        if WINDOWED:
+            first = tl.maximum(last - window + 1, 0) // BK * BK
+        first += split * tl.cdiv(tl.cdiv(last + 1 - first, BK), SPLITS) * BK
+        if first <= last:
+            p = tl.minimum(tl.minimum(first + tl.arange(0, BK), last), M * PAGE - 1)
+            table = page_table + seq.to(tl.int64) * M
+            page = tl.load(table + p // PAGE, cache_modifier=".cg").to(tl.int64)
+            place = ((page * PAGE + p % PAGE) * NKV + kv_head) * D
+            line = tl.minimum(tl.arange(0, LINES) * LINE, D - 1)
+            prefetch(k_pages + place[:, None] + line[None, :], CHAINED)
+            prefetch(v_pages + place[:, None] + line[None, :], CHAINED)
+
+
+@triton.jit
 def _attention_kernel(
     q, k_pages, v_pages, page_table, sequence, position, sinks, out, partial, stats,
     T, M, scale, window,
     N: tl.constexpr, NKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SINKS: tl.constexpr,
     BQ: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, BK: tl.constexpr,
     SPLITS: tl.constexpr, WINDOWED: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
-    CHAINED: tl.constexpr,
+    LINE: tl.constexpr, LINES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAINED)
     G: tl.constexpr = N // NKV
@@ -50,6 +79,11 @@ def _attention_kernel(
     d = tl.arange(0, DP)
     key = tl.arange(0, BK)
     at = (row.to(tl.int64) * N + head)[:, None] * D + d[None, :]  # [BQ * GP, DP]
+    if BQ == 1 and CHAINED:
+        _prefetch_first(
+            k_pages, v_pages, page_table, sequence, position, window, M, kv_head, split,
+            NKV, D, PAGE, BK, SPLITS, WINDOWED, LINE, LINES, CHAINED,
+        )  # fmt: skip
     wait_for_earlier(CHAINED)
     queries = tl.load(q + at, mask=used[:, None] & (d < D)[None, :], other=0.0)
     if WIDE:
@@ -180,6 +214,7 @@ def attention(
     if T == 0:
         return out
     tile = tile_of(T, N // kv_heads, D, q.dtype)
+    line = LINE_BYTES // q.element_size()
     splits = num_splits(triton.cdiv(T, tile.rows) * kv_heads, triton.cdiv(pages * page, tile.keys))
     partial, stats = out, out  # not read
     logits = out if sinks is None else sinks
@@ -192,6 +227,7 @@ def attention(
         N=N, NKV=kv_heads, D=D, PAGE=page, SINKS=sinks is not None,
         BQ=tile.rows, GP=tile.heads, DP=tile.channels, BK=tile.keys,
         SPLITS=splits, WINDOWED=window is not None, WIDE=wide_dot(q.dtype), STAGES=tile.stages,
+        LINE=line, LINES=power_of_2(triton.cdiv(D, line)),
         num_warps=tile.warps, **chained(q),
     )  # fmt: skip
     if splits > 1:
