@@ -38,6 +38,7 @@ from .scaled import Stored, finish, stored, unit_tile
 from .serving import begin_of, copy_rest, first_block, rest_of, served, targets
 
 MAX_ROWS = 8
+ONCE = tl.constexpr("evict_first")  # read by one program: what the next kernels need stays cached
 MATRIX_ALIGN = 16  # bytes, of a matrix in its record: the widest load
 
 
@@ -99,8 +100,8 @@ def _gate_up_kernel(
                 c = start + column
                 at = i[:, None] * H + c[None, :]
                 inside = (i < I)[:, None] & (c < H)[None, :]
-                g = tl.load(gate + at, mask=inside, other=0.0)
-                u = tl.load(up + at, mask=inside, other=0.0)
+                g = tl.load(gate + at, mask=inside, other=0.0, eviction_policy=ONCE)
+                u = tl.load(up + at, mask=inside, other=0.0, eviction_policy=ONCE)
                 if FILL:
                     tl.store(gate_to + at, g, mask=inside & store)
                     tl.store(up_to + at, u, mask=inside & store)
@@ -151,7 +152,7 @@ def _down_kernel(
                 at = o[:, None] * I + c[None, :]
                 mine = (c >= begin) & (c < I)
                 inside = (o < H)[:, None] & mine[None, :]
-                w = tl.load(down + at, mask=inside, other=0.0)
+                w = tl.load(down + at, mask=inside, other=0.0, eviction_policy=ONCE)
                 if FILL:
                     tl.store(down_to + at, w, mask=inside & store)
                 for t in range(T):
