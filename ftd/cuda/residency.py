@@ -24,10 +24,11 @@ import torch
 
 from ftd.errors import BudgetExceeded
 from ftd.experts import policy
+from ftd.experts.costs import Allowance
 from ftd.experts.host_pool import HostPool
 from ftd.experts.runtime import DECODE_TOKENS, ExpertCounters, ResidencyMap
 from ftd.experts.slots import EMPTY, Resized, SlotTable
-from ftd.experts.split import Allowance, PromptRates
+from ftd.experts.split import PromptRates
 from ftd.experts.trace import TraceRecorder
 from ftd.kernels.divide import KEYS, ON_CPU, WANTED
 from ftd.kernels.formats import ExpertLayout
