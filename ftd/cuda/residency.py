@@ -24,11 +24,10 @@ import torch
 
 from ftd.errors import BudgetExceeded
 from ftd.experts import policy
-from ftd.experts.costs import Dividing
 from ftd.experts.host_pool import HostPool
 from ftd.experts.runtime import DECODE_TOKENS, ExpertCounters, ResidencyMap
 from ftd.experts.slots import EMPTY, Resized, SlotTable
-from ftd.experts.split import PromptRates
+from ftd.experts.split import Allowance, PromptRates
 from ftd.experts.trace import TraceRecorder
 from ftd.kernels.divide import KEYS, ON_CPU, WANTED
 from ftd.kernels.formats import ExpertLayout
@@ -37,11 +36,13 @@ from ftd.model.spec import ModelSpec, MoeSpec
 
 from .cpu_experts import CpuExperts
 from .division import MOST_LENT, Division
-from .fill_price import FillPrice
 from .memory import DeviceMemory
 from .prompt_share import PromptShare
 from .staging import Places
 from .tables import Marker, Upload, on_stream
+
+# A miss of a decode step is read over the link; bringing it into a slot costs one more read of it.
+LINK_ALLOWANCE = Allowance(fills=2.0, cost_misses=1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ class Residency:
         num_staging: int,
         cpu: CpuExperts | None = None,
         pinned: bool = True,
+        allowance: Allowance = LINK_ALLOWANCE,
         tuning: policy.Tuning | None = None,
     ) -> None:
         mlp = spec.layers[spec.moe_layers[0]].mlp
@@ -91,8 +93,7 @@ class Residency:
         self.pinned = pinned
         self._row = {layer: row for row, layer in enumerate(self.layers)}
         self._layout, self._pool, self._ops = layout, host_pool, ops
-        self._tuning = tuning or policy.Tuning()
-        self.fill_price = FillPrice()
+        self._allowance, self._tuning = allowance, tuning or policy.Tuning()
         self._host = np.stack([host_pool.addresses(layer).numpy() for layer in self.layers])
         self._address = self._host.copy()  # [L, E] int64, what steps launched from now on will see
         self._moe_experts = self._host.size
@@ -161,14 +162,6 @@ class Residency:
     ) -> None:
         """See ``Division.split``."""
         self.division.split(fetch_of, beside)
-
-    def price_fills(self, ways: Sequence[Dividing]) -> None:
-        """See ``FillPrice.divide``."""
-        self.fill_price.divide(ways)
-
-    def took(self, rows: int, seconds: float) -> None:
-        """See ``FillPrice.took``."""
-        self.fill_price.took(rows, seconds)
 
     def share_prompts(self, rates: PromptRates | None) -> None:
         """What the CPU takes of a prompt's missed experts; None: nothing."""
@@ -246,15 +239,11 @@ class Residency:
             self._uses[row] += np.bincount(ids.ravel(), minlength=self.num_experts)
             self._num_tokens = max(self._num_tokens, len(ids))
         used = self._uses > 0
-        missed = np.count_nonzero(used & ~launch.resident, axis=1)  # [L]
-        hit = np.count_nonzero(used, axis=1) - missed
-        if report is not None:
-            self.fill_price.routed(self._num_tokens, missed, hit)
-        misses = int(missed.sum())
+        misses = int(np.count_nonzero(used & ~launch.resident))
         step = self._step
         self._step = replace(
             step,
-            hits=int(hit.sum()),
+            hits=int(np.count_nonzero(used)) - misses,
             misses=misses,
             fetched=misses - step.on_cpu - on_cpu,
             on_cpu=step.on_cpu + on_cpu,
@@ -378,7 +367,7 @@ class Residency:
         table = self._table
         return policy.plan(
             self._state, self._tuning, table.residency != EMPTY, used,
-            table.num_free + table.num_lent, wanted, self.fill_price.allowance,
+            table.num_free + table.num_lent, wanted, self._allowance,
         )  # fmt: skip
 
     def _carry_out(self, plan: policy.Plan) -> None:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Protocol
 import structlog
 
 from ftd.errors import Busy, ConfigError
-from ftd.experts.costs import Dividing
 from ftd.experts.measure import FULL, QUICK, Bench, Slice, measure
 from ftd.experts.modes import Mode, State, Tuning, after_step
 from ftd.experts.profile import BATCHES, Profile
@@ -48,14 +47,6 @@ class Divides(Protocol):
         Args:
             beside: the same in the pauses of a pass; None: nothing else.
         """
-        ...
-
-    def price_fills(self, ways: Sequence[Dividing]) -> None:
-        """What they take divided so, for 1, 2, 4 and 8 rows."""
-        ...
-
-    def took(self, rows: int, seconds: float) -> None:
-        """A step is over: of so many rows that decode, or 0 if it was another."""
         ...
 
     def share_prompts(self, rates: PromptRates | None) -> None:
@@ -137,7 +128,6 @@ class Profiling:
             rows: of a decode step; of others 0.
             misses: since loading.
         """
-        self._experts.took(rows, seconds)
         missed, self._misses = misses - self._misses, misses
         batch = next((b for b in BATCHES if b >= rows), 0) if rows else 0
         state = self._modes.get(batch)
@@ -157,12 +147,7 @@ class Profiling:
 
     def _tell(self) -> None:
         """The experts, how each batch size divides."""
-        assert self.profile is not None
-        tables = self._as_modes_say(self._tables)
-        self._experts.split(tables, self._as_modes_say(self._beside))
-        self._experts.price_fills(
-            [self.profile.dividing(b, table) for b, table in zip(self._tables, tables, strict=True)]
-        )
+        self._experts.split(self._as_modes_say(self._tables), self._as_modes_say(self._beside))
 
     def _as_modes_say(self, tables: Mapping[int, Sequence[float]]) -> list[Sequence[float]]:
         return [

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from ftd.experts.split import Rates
 
 GB = 1e9
-PARTS = 12  # of 64 of the 768 inner rows of Qwen3-30B-A3B's experts
 HANDSHAKE_S = 4e-6  # publish, wake and answer inside a graph; measured on the H200 machine
 
 
@@ -26,14 +25,12 @@ class Machine:
     dram_per_link_byte: float = 0.9  # what the CPU loses while the link reads a byte
     handshake_s: float = HANDSHAKE_S
     cpu_fixed_s: float = 0.0  # of a layer's experts on the CPU, beside the handshake
-    cpu_row_fixed_s: float = 0.0  # more of it for each further row
-    cpu_spread: float = 0.0  # standard deviation of the CPU's time, as a part of it; 0: not known
     link_fixed_s: float = 3e-6  # first bytes of a read over the link
-    layer_fixed_s: float = 37e-6  # attention, router, launches, and the head's part
-    row_fixed_s: float = 12e-6  # more of it for each further row
-    parts: int = PARTS  # of an expert that link and CPU may share
+    layer_fixed_s: float = 52e-6  # attention, router, launches, and the head's part
+    row_fixed_s: float = 7e-6  # more of it for each further row
+    parts: int = 1  # of an expert that link and CPU may share
 
-    def rates(self, expert_bytes: float, batch: int = 1) -> Rates:
+    def rates(self, expert_bytes: float) -> Rates:
         link, cpu = self.link_bytes_per_s, self.gemv_share * self.dram_bytes_per_s
         shared_link = self.link_beside_cpu * link
         lost = self.dram_per_link_byte * shared_link / self.dram_bytes_per_s if cpu else 0.0
@@ -41,7 +38,7 @@ class Machine:
             link_experts_per_s=link / expert_bytes,
             link_fixed_s=self.link_fixed_s,
             cpu_experts_per_s=cpu / expert_bytes,
-            cpu_fixed_s=self.handshake_s + self.cpu_fixed_s + (batch - 1) * self.cpu_row_fixed_s,
+            cpu_fixed_s=self.handshake_s + self.cpu_fixed_s,
             link_beside_cpu=self.link_beside_cpu,
             cpu_beside_link=max(0.05, 1 - lost),
         )
@@ -68,8 +65,6 @@ def _h200(
         link_beside_cpu=link_beside_cpu,
         dram_per_link_byte=lost,
         cpu_fixed_s=cpu_fixed_s,
-        cpu_row_fixed_s=3e-6,  # 57 µs at 8 rows
-        cpu_spread=0.17,  # of one expert: 100 and 146 µs at 10 and 90 %, 116 in the middle
     )
 
 

@@ -2,15 +2,13 @@
 
 An expert's *value* is the rate at which the next steps are expected to use it, in uses per step. It
 mixes two averages of what was used: one that forgets within tens of steps, which follows the text,
-and one that forgets within hundreds, which is less a matter of chance. How much each counts is
-fitted to what the last steps used: where routing is steady the long one tells nearly all, after a
-change of text the short one. And one that has not been used for a while is worth at most a few uses
-in as long a while: the favourites of before leave in the order of their last use, as an LRU lets
-them.
+and one that forgets within hundreds, which follows the router's drift. And one that has not been
+used for a while is worth at most a few uses in as long a while: after a change of text the
+favourites of before leave in the order of their last use, as an LRU lets them. On recorded routing
+the mix misses less than recency (LRU) or frequency alone at every size of cache.
 
 How far values tell what will be used is measured, too: by how much more those are used that are
 worth more. Where that is little, routing is even, and neither swaps nor empty slots bring anything.
-A background fill must earn its price (``ftd.experts.costs``) while the difference lasts.
 
 The host calls ``observe`` and ``plan`` once a step, at the safe point. [L, E] arrays, no torch.
 """
@@ -21,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ftd.experts.costs import Allowance
+from ftd.experts.split import Allowance
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +28,14 @@ class Tuning:
 
     recent_half_life_steps: float = 16.0
     frequent_half_life_steps: float = 128.0
-    recent_weight: float = 0.4  # before steps have told, and a little ever after:
-    weight_share: float = 0.03  # as much as so much of what they told
-    weight_half_life_steps: float = 8.0
+    recent_weight: float = 0.4
     overdue_uses: float = 2.0  # in the time since its last use an expert is worth no more;
     early_steps: float = 16.0  # before so many steps that says less: it may be chance
-    swap_share: float = 0.15  # a newcomer must be worth so much more: estimates are noisy
-    admit_share: float = 0.1  # where it comes in on its way, at no cost
+    swap_share: float = 0.3  # a newcomer must be worth so much more: estimates are noisy
+    admit_share: float = 0.2  # less where it comes in on its way, at no cost
     trust_half_life_steps: float = 64.0
     least_trust: float = 0.15  # with less, no slot stands empty
-    recent_lasts: float = 0.5  # a difference, for so much of the time the averages remember:
-    frequent_lasts: float = 0.3  # of many experts some differ by chance
+    horizon_steps: float = 16.0  # within so many steps a background fill must earn its cost
     prefill_weight_steps: float = 64.0  # a long prompt counts as so many steps at most
     demand_half_life_steps: float = 8.0
     max_empty_share: float = 1 / 32  # of slots, or of absent experts: may stand empty for fills
@@ -54,7 +49,6 @@ class PolicyState:
     frequent: np.ndarray  # [L, E] float32, uses per step
     since: np.ndarray  # [L, E] float32, steps since the last use
     steps: float  # observed so far, the prior included
-    moments: np.ndarray  # [2, 3] of recent and frequent: with each other, and with what was used
     foretold: float = 0.0  # covariance of uses with values,
     spread: float = 0.0  # and variance of values
     demand: float = 0.0  # read-through fills wanted per step
@@ -84,8 +78,6 @@ class Plan:
 AHEAD_FROM_TOKENS = 256
 SURE_USES = 8.0
 LEAST_TRUST = 1e-3
-TINY = 1e-9  # uses per step
-LEAST_USE = 1e-2  # uses per step: what is used still less varies no less
 TRUST_FROM_STEPS = 12.0  # before, what little is known is all there is
 NEARLY = 0.95  # a demand of so much less than one fill a step is reason for an empty slot
 PRIOR_STEPS = 4.0  # the even routing assumed before anything was seen weighs as many steps
@@ -94,10 +86,7 @@ PRIOR_STEPS = 4.0  # the even routing assumed before anything was seen weighs as
 def new_state(num_layers: int, num_experts: int, uses_per_layer: float) -> PolicyState:
     """Before the first step every expert is as likely as any other."""
     even = np.full((num_layers, num_experts), uses_per_layer / num_experts, np.float32)
-    return PolicyState(
-        even.copy(), even, np.zeros_like(even),
-        steps=PRIOR_STEPS, moments=np.zeros((2, 3)),
-    )  # fmt: skip
+    return PolicyState(even.copy(), even, np.zeros_like(even), steps=PRIOR_STEPS)
 
 
 def _learning_rates(state: PolicyState, tuning: Tuning, steps: float) -> tuple[float, float]:
@@ -132,32 +121,11 @@ def observe(
 
 
 def _judge(state: PolicyState, tuning: Tuning, used: np.ndarray) -> None:
-    keys = np.flatnonzero(used)
-    above = value(state, tuning).ravel()
+    above = value(state, tuning)
     above -= above.mean()
     fade = 0.5 ** (1 / tuning.trust_half_life_steps)
-    state.foretold = fade * state.foretold + float(above[keys].sum())
-    state.spread = fade * state.spread + float(above @ above)
-    # what is used seldom varies little: each square counts as the inverse of that
-    recent, frequent = state.recent.ravel(), state.frequent.ravel()
-    scale = 2 / np.maximum(recent + frequent, LEAST_USE)
-    told = [
-        (of @ recent, of @ frequent, of[keys].sum()) for of in (recent * scale, frequent * scale)
-    ]
-    state.moments = 0.5 ** (1 / tuning.weight_half_life_steps) * state.moments + np.array(told)
-
-
-def _weights(state: PolicyState, tuning: Tuning) -> tuple[float, float]:
-    """Of recent and frequent: with which they would have told best what was used (ridge)."""
-    (rr, rf, ru), (_, ff, fu) = state.moments.tolist()
-    ridge = tuning.weight_share * (rr + ff) / 2
-    if not ridge:
-        return tuning.recent_weight, 1 - tuning.recent_weight
-    rr, ff = rr + ridge, ff + ridge
-    ru, fu = ru + ridge * tuning.recent_weight, fu + ridge * (1 - tuning.recent_weight)
-    determinant = rr * ff - rf * rf
-    recent, frequent = (ru * ff - fu * rf) / determinant, (fu * rr - ru * rf) / determinant
-    return max(0.0, recent), max(0.0, frequent)
+    state.foretold = fade * state.foretold + float(above[used > 0].sum())
+    state.spread = fade * state.spread + float(np.vdot(above, above))
 
 
 def prefill_steps(tuning: Tuning, num_tokens: int) -> float:
@@ -167,17 +135,13 @@ def prefill_steps(tuning: Tuning, num_tokens: int) -> float:
 
 def value(state: PolicyState, tuning: Tuning) -> np.ndarray:
     """[L, E] float32: expected uses per step."""
-    return _value(_weights(state, tuning), tuning, state.recent, state.frequent, state.since)
+    return _value(tuning, state.recent, state.frequent, state.since)
 
 
 def _value(
-    weights: tuple[float, float],
-    tuning: Tuning,
-    recent: np.ndarray,
-    frequent: np.ndarray,
-    since: np.ndarray,
+    tuning: Tuning, recent: np.ndarray, frequent: np.ndarray, since: np.ndarray
 ) -> np.ndarray:
-    mixed = weights[0] * recent + weights[1] * frequent
+    mixed = tuning.recent_weight * recent + (1 - tuning.recent_weight) * frequent
     age = since + 1
     return np.minimum(mixed, tuning.overdue_uses / age * (1 + tuning.early_steps / age))
 
@@ -190,7 +154,6 @@ def value_after(
     recent, frequent = state.recent[layer], state.frequent[layer]
     since = np.where(uses > 0, np.float32(0), state.since[layer] + 1)
     return _value(
-        _weights(state, tuning),
         tuning,
         recent + to_recent * (uses - recent),
         frequent + to_frequent * (uses - frequent),
@@ -215,39 +178,23 @@ def in_order(experts: np.ndarray, worth: np.ndarray) -> np.ndarray:
     return experts[np.argsort(-worth, kind="stable")]
 
 
-def num_swaps(gains: np.ndarray, losses: np.ndarray, tuning: Tuning) -> int:
-    """How many swaps pay, pair by pair: ``gains`` [n] fall, ``losses`` [m] rise, uses per step."""
-    pairs = min(len(gains), len(losses))
-    return int(np.count_nonzero(gains[:pairs] > losses[:pairs] * (1 + tuning.swap_share)))
-
-
-def _earned(
-    state: PolicyState,
+def num_swaps(
+    gains: np.ndarray,
+    losses: np.ndarray,
     tuning: Tuning,
-    values: np.ndarray,
-    newcomers: np.ndarray,
-    victims: np.ndarray,
-) -> np.ndarray:
-    """[n] uses that swaps of keys [n] for keys [n] earn; -1 of ``victims``: an empty slot.
+    cost: float = 0.0,
+    trust: float = 1.0,
+) -> int:
+    """How many swaps pay, pair by pair: ``gains`` [n] fall, ``losses`` [m] rise, uses per step.
 
-    Two experts differ in what the short average has of them for as long as it remembers, and in
-    what the long one has for as long as that does. A newcomer that is used more now, but less in
-    the long run, gives the slot back by then.
+    Args:
+        cost: of one swap, in misses.
+        trust: in what is told of gains and losses.
     """
-    to_recent, to_frequent = _weights(state, tuning)
-
-    def lasting(keys: np.ndarray) -> np.ndarray:  # part of their values
-        recent, frequent = state.recent.ravel()[keys], state.frequent.ravel()[keys]
-        mixed = to_recent * recent + to_frequent * frequent
-        return to_frequent * frequent / np.maximum(mixed, TINY)
-
-    gains = values.ravel()[newcomers]
-    losses = np.where(victims >= 0, values.ravel()[victims], 0.0) * (1 + tuning.swap_share)
-    gained = gains - losses
-    lasts = gains * lasting(newcomers) - losses * lasting(victims)
-    short, long = (1 / rate for rate in _learning_rates(state, tuning, 1.0))
-    longer = tuning.frequent_lasts * (long - short)
-    return tuning.recent_lasts * short * gained + longer * np.maximum(lasts, 0.0)
+    pairs = min(len(gains), len(losses))
+    earned_by = tuning.horizon_steps * max(trust, LEAST_TRUST)
+    least = losses[:pairs] * (1 + tuning.swap_share) + cost / earned_by
+    return int(np.count_nonzero(gains[:pairs] > least))
 
 
 def _lowest(value: np.ndarray, n: int) -> np.ndarray:
@@ -299,14 +246,11 @@ def plan(
     served = np.clip(state.demand - np.arange(min(empty, len(victims))), 0, 1)
     empty = int(np.count_nonzero(served > tuning.empty_share * flat[victims[: len(served)]]))
     # Background fills take spare slots first, then those of victims they are worth more than.
-    leaving = np.concatenate([np.full(max(0, num_free - empty), -1), victims])
-    losses = np.where(leaving >= 0, flat[leaving], 0.0)
+    spare = np.zeros(max(0, num_free - empty), np.float32)
+    losses = np.concatenate([spare, flat[victims]])
     fills = 0
     if allowance.worth:
-        fills = num_swaps(flat[incoming], losses, tuning)
-        earned = _earned(state, tuning, values, incoming[:fills], leaving[:fills])
-        dear = np.flatnonzero(earned * max(trust, LEAST_TRUST) <= allowance.cost_misses)
-        fills = int(dear[0]) if len(dear) else fills
+        fills = num_swaps(flat[incoming], losses, tuning, allowance.cost_misses, trust)
     if overdue and not fills:
         fills = num_swaps(flat[incoming[:1]], losses, tuning)
     if fills:
@@ -323,5 +267,5 @@ def plan(
     else:
         floor = float(flat[victims[min(evictions, len(victims) - 1)]]) * (1 + tuning.admit_share)
     to_recent, to_frequent = _learning_rates(state, tuning, 1.0)
-    one_use = float(np.dot(_weights(state, tuning), (to_recent, to_frequent)))
+    one_use = tuning.recent_weight * to_recent + (1 - tuning.recent_weight) * to_frequent
     return Plan(victims[:evictions], incoming[:fills], values, values + one_use > floor)

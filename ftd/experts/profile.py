@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
-from ftd.experts.costs import Dividing, dividing
-from ftd.experts.machines import PARTS, Machine
+from ftd.experts.machines import Machine
 from ftd.experts.split import PromptRates, Rates, beside_copies, fetch_table
 
 VERSION = 1  # raised when an old file would be misread
@@ -100,12 +99,6 @@ class Profile:
         rates = beside_copies(rates) if beside else rates
         return fetch_table(rates, batch * experts_per_token, parts)
 
-    def dividing(self, batch: int, fetch_of: Sequence[float]) -> Dividing:
-        """What misses take that are divided so, where a path was measured."""
-        rates, hits = self.rates(batch), self.at(batch).hits
-        assert rates is not None, batch
-        return dividing(rates, fetch_of, 1 / hits.experts_per_s if hits.experts_per_s else 0.0)
-
     def prompt_rates(self, fixed_s: float = 0.0) -> PromptRates | None:
         """For the misses of a prompt's layer; None: the CPU, or the link, was not measured.
 
@@ -119,7 +112,7 @@ class Profile:
             1 / link.experts_per_s, 1 / cpu.experts_per_s, self.cpu_row_s, fixed_s + cpu.fixed_s
         )
 
-    def machine(self, name: str, batch: int = 1, parts: int = PARTS) -> Machine:
+    def machine(self, name: str, batch: int = 1, parts: int = 1) -> Machine:
         """As the simulator takes it.
 
         Args:

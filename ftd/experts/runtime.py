@@ -22,11 +22,10 @@ import numpy as np
 import torch
 
 from ftd.experts import policy
-from ftd.experts.costs import Allowance, Dividing
 from ftd.experts.host_pool import HostPool
 from ftd.experts.pause import NO_PAUSE, Pause
 from ftd.experts.slots import EMPTY, Resized, SlotMemory, SlotTable
-from ftd.experts.split import PromptRates
+from ftd.experts.split import Allowance, PromptRates
 from ftd.experts.trace import TraceRecorder
 from ftd.kernels.formats import ExpertLayout
 from ftd.kernels.ops import Ops
@@ -241,12 +240,6 @@ class ExpertRuntime:
         """
         one, two, four, eight = ([int(count) for count in table] for table in fetch_of)
         self._fetch_of = [one, two, four, four, eight]  # of 1, 2, 3, ... rows
-
-    def price_fills(self, ways: Sequence[Dividing]) -> None:
-        """Fills are copies inside the same memory here, at a price that is given."""
-
-    def took(self, rows: int, seconds: float) -> None:
-        """As ``price_fills``: what steps take changes nothing."""
 
     def share_prompts(self, rates: PromptRates | None) -> None:
         """The CPU computes all of a prompt here."""

@@ -16,12 +16,10 @@ from driving import answer_all, answer_alone, comparable, engine_core, request
 from test_constrained_rows import AFTER, Cycle, prompt
 from test_contract import ORACLES, requests
 
-from ftd.cuda.fill_price import FillPrice
 from ftd.engine.api import Sampling
 from ftd.engine.cuda_runner import CudaRunner
 from ftd.errors import EngineFailed
-from ftd.experts.costs import Allowance
-from ftd.experts.split import PromptRates
+from ftd.experts.split import Allowance, PromptRates
 from ftd.kernels.cpu import native
 from ftd.schedule.pauses import Pauses
 
@@ -120,7 +118,7 @@ def test_the_cpu_computes_some_of_a_prompts_misses(alone, slots, rates):
 def test_what_is_read_over_the_link_is_stored_on_the_way():
     greedy = [request(f"r{i}", prompt(i, 12), 40) for i in range(3)]
     with cuda_core(MODEL, slots=12, fetch_of=[0, 1, 2, 3], max_running=3) as core:
-        core.experts.fill_price = FillPrice(Allowance(0.0, 1.0))  # no fills in the background
+        core.experts._allowance = Allowance(0.0, 1.0)  # no fills in the background
         settle, settled = core.experts._table.settle, []
         core.experts._table.settle = lambda *of: settled.append(settle(*of)) or settled[-1]
         answer_all(core, greedy)

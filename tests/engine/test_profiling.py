@@ -58,17 +58,11 @@ class Told:
     parts = 6
 
     def __init__(self):
-        self.tables, self.prompts, self.ways, self.steps = [], [], [], []
+        self.tables, self.prompts = [], []
 
     def split(self, fetch_of, beside):
         self.tables.append([tuple(table) for table in fetch_of])
         self.beside = [tuple(table) for table in beside]
-
-    def price_fills(self, ways):
-        self.ways.append(ways)
-
-    def took(self, rows, seconds):
-        self.steps.append((rows, seconds))
 
     def share_prompts(self, rates):
         self.prompts.append(rates)

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftd.experts.costs import Allowance
 from ftd.experts.host_pool import HostPool
 from ftd.experts.runtime import DECODE_TOKENS, ExpertRuntime
 from ftd.experts.slots import EMPTY
+from ftd.experts.split import Allowance
 from ftd.experts.trace import TraceRecorder
 from ftd.kernels.formats import FORMATS, expert_layout
 from ftd.kernels.reference import TorchOps

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ftd.experts import policy
-from ftd.experts.costs import Allowance
 from ftd.experts.policy import Tuning
+from ftd.experts.split import Allowance
 
 TUNING = Tuning()
 NOTHING = Allowance(0.0, 0.0)
@@ -130,37 +128,6 @@ def test_values_that_tell_nothing_are_not_trusted():
         for _ in range(300):
             policy.observe(state, TUNING, random.random((4, 64)) < odds)
         assert lowest <= state.trust <= highest
-
-
-def test_the_average_that_tells_more_counts_more():
-    """Steady routing: the long one, whose chance is less. After a change of text: the short one."""
-    random = np.random.default_rng(3)
-    before, after = random.random((2, 4, 64)) ** 3
-    state = policy.new_state(4, 64, 8)
-    for _ in range(300):
-        policy.observe(state, TUNING, random.random((4, 64)) < before)
-    recent, frequent = policy._weights(state, TUNING)
-    assert frequent > 2 * recent
-    for _ in range(24):
-        policy.observe(state, TUNING, random.random((4, 64)) < after)
-    recent, frequent = policy._weights(state, TUNING)
-    assert recent > 2 * frequent
-
-
-def test_the_dearer_a_fill_the_longer_a_difference_must_last():
-    """Four steps do not make a newcomer worth more than a resident, eight for a while."""
-    fills = {}
-    for steps in (4, 8, 40):
-        state = policy.new_state(1, 4, 1)
-        for step in range(200 + steps):
-            policy.observe(state, TUNING, np.array([[step % 4 == 0, step >= 200, True, True]]))
-        resident = np.array([[True, False, True, True]])
-        for price in (0.1, 5.0):
-            offer = Allowance(4, price)
-            plan = policy.plan(deepcopy(state), TUNING, resident, ~resident, 0, 0, offer)
-            fills[steps, price] = plan.fill.tolist()
-    cheap, dear = ([fills[steps, price] for steps in (4, 8, 40)] for price in (0.1, 5.0))
-    assert (cheap, dear) == ([[], [1], [1]], [[], [], [1]])
 
 
 def test_where_misses_cost_nothing_nothing_comes_in_but_now_and_then():
