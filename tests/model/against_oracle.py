@@ -48,9 +48,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Closeness:
-    """Of rows whose experts are the same in every layer."""
+    """Of rows whose experts are the same in every layer.
 
-    logit_error: float  # the median over rows of each row's largest
+    A row looks back at all before it, so one other choice moves the logits of those behind it. They
+    are judged only where a run's known logits have none before.
+    """
+
+    logit_error: float  # the median of each row's largest; of rows that look back at no other one
     weight_error: float  # the mean
     disagreed: int  # routers that chose otherwise
     looks: int  # at a row of a layer that was the same up to there
@@ -82,7 +86,7 @@ def closeness(
 ) -> Closeness:
     """A close call of a router may go the other way; from there on a row differs as it may."""
     looks = disagreed = other_tokens = compared = 0
-    errors, weight_errors = [], []
+    errors, undisturbed, weight_errors = [], [], []
     for prompt in prompts:
         ours, theirs = found(prompt), expected(prompt)
         agrees = torch.ones(len(prompt.sequence), dtype=torch.bool)
@@ -94,14 +98,17 @@ def closeness(
             weight_errors.append((weights - theirs.routing[layer][1]).abs()[agrees].flatten())
         begin = max(ours.begin, theirs.begin)
         difference = ours.logits[begin - ours.begin :] - theirs.logits[begin - theirs.begin :]
-        errors.append(difference.abs().amax(-1)[agrees[begin:]])
+        error = difference.abs().amax(-1)
+        errors.append(error[agrees[begin:]])
+        undisturbed.append(error[agrees.cumprod(0).bool()[begin:]])
         step = slice(len(prompt.ids) - 1, None)  # rows that decide a token
         clear = agrees[step] & (torch.tensor(prompt.margins) > CLEAR)
         other = ours.logits[step].argmax(-1) != torch.tensor(prompt.greedy)
         other_tokens += int((clear & other).sum())
         compared += int(clear.sum())
+    judged = torch.cat(undisturbed)
     return Closeness(
-        float(torch.cat(errors).median()),
+        float((judged if len(judged) else torch.cat(errors)).median()),
         float(torch.cat(weight_errors).mean()),
         disagreed,
         looks,
