@@ -67,22 +67,8 @@ void dot(const Rows& rows, const float* const* x, float* out, int64_t out_stride
     for (int r = 0; r < R; ++r) out[c * out_stride + r] = _mm512_reduce_add_ps(acc[c][r]);
 }
 
-template <class F, int R, int C>
-void dot_rows(const MatmulCall& call, int64_t row, int64_t end, int64_t token, bool from_memory) {
-  const float* x[C];
-  for (int c = 0; c < C; ++c) x[c] = static_cast<const float*>(call.x[token + c]);
-  row = each_row<F, R>(
-      call, row, end, from_memory,
-      [&](const Rows& rows, int64_t at, const uint8_t* ahead, const uint8_t* scales_ahead) {
-        dot<F, R, C>(rows, x, call.out + token * call.out_stride + at, call.out_stride, ahead,
-                     scales_ahead);
-      });
-  if constexpr (R > 1) {
-    if (row < end) dot_rows<F, 1, C>(call, row, end, token, false);
-  }
-}
-
-#include "rows_avx512bf16.h"
+using Input = float;
+#include "four_bit_rows.h"
 
 // Input 8 i + j of a step goes to word i of look-up j.
 void pack(const void* x, int type, int64_t first, int64_t count, int64_t inputs, int, void* group) {
