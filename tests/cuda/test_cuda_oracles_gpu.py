@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from against_oracle import Run, check_close, check_prompt, closeness, run_of
+from against_oracle import Run, check_close_on_gpu, check_prompt, closeness, run_of
 from lone_model import LoneModel
 from oracle_check import Oracle, Prompt
 from test_contract import ORACLES
@@ -48,4 +48,4 @@ def test_bfloat16_is_close_to_float32(name):
         Oracle(ORACLES / name).prompts, lambda p: run(fast, p), lambda p: run(exact, p)
     )
     print(f"{name}: {found}")
-    check_close(found)
+    check_close_on_gpu(found)

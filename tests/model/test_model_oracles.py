@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from against_oracle import Run, check_close, check_prompt, closeness, expected_run, run_of
+from against_oracle import LOGIT, Run, check_close, check_prompt, closeness, expected_run, run_of
 from lone_model import LoneModel
 from oracle_check import Oracle, Prompt
 
@@ -122,7 +122,12 @@ def test_bfloat16_is_close(directory, oracle, ops):
     def found(prompt: Prompt) -> Run:
         return run_of(model, prompt, WAYS["chunks"](len(prompt.sequence)))
 
-    check_close(closeness(oracle.prompts, found, partial(expected_run, oracle)))
+    # the one of qwen3_5_moe looks back at a row in which a router chose otherwise
+    others = 1 if directory.name == "qwen3_5_moe" else 0
+    seen = closeness(oracle.prompts, found, partial(expected_run, oracle))
+    check_close(seen, others)
+    if directory.name not in FAMILIES:
+        assert seen.mean_error < LOGIT, seen
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
