@@ -73,33 +73,54 @@ class _Planner:
             return self._plan_gpu(self.gpu)
         free = self._free_beside_weights()
         kept = self._kept_states(free)
-        states = needs.live_states + kept
         budget = self._budget(free - kept * needs.state_bytes)
         pages = self._pages(budget)
-        kv_bytes = pages * needs.page_bytes
-        slots = self._slots(budget - kv_bytes)
+        slots = self._slots(budget - pages * needs.page_bytes)
         limit = min(needs.spec.context, pages * PAGE_TOKENS)
         context = limit if config.context == "auto" else config.context
-        return MemoryPlan(
+        return self._memory_plan(
             context_tokens=context,
-            page_tokens=PAGE_TOKENS,
             num_pages=pages,
             num_slots=slots,
+            num_states=needs.live_states + kept,
+            workspace_bytes=needs.workspace_bytes,
+        )
+
+    def _memory_plan(
+        self,
+        *,
+        context_tokens: int,
+        num_pages: int,
+        num_slots: int,
+        num_states: int,
+        workspace_bytes: int,
+        host_kv_bytes: int = 0,
+        on_gpu: vram.VramPlan | None = None,
+    ) -> MemoryPlan:
+        """What was chosen, beside what the model needs in any case."""
+        needs = self.needs
+        return MemoryPlan(
+            context_tokens=context_tokens,
+            page_tokens=PAGE_TOKENS,
+            num_pages=num_pages,
+            num_slots=num_slots,
             num_experts=needs.num_experts,
             prefill_chunk=needs.chunk,
             dense_bytes=needs.dense_bytes,
             pool_bytes=needs.pool_bytes,
-            workspace_bytes=needs.workspace_bytes,
+            workspace_bytes=workspace_bytes,
             headroom_bytes=needs.headroom_bytes,
-            kv_bytes=kv_bytes,
-            slots_bytes=slots * needs.record_bytes,
+            kv_bytes=num_pages * needs.page_bytes,
+            slots_bytes=num_slots * needs.record_bytes,
             available_bytes=self.machine.available_bytes,
             limited_by=self.machine.limited_by,
-            num_states=states,
-            states_bytes=states * needs.state_bytes,
+            host_kv_bytes=host_kv_bytes,
+            num_states=num_states,
+            states_bytes=num_states * needs.state_bytes,
             windowing=needs.windowing,
             num_window_pages=needs.num_window_pages,
             window_bytes=needs.window_bytes,
+            vram=on_gpu,
         )
 
     def _kept_states(self, free: int) -> int:
@@ -120,11 +141,7 @@ class _Planner:
         kept = self._kept_states(self.machine.available_bytes - on_host)
         mlp = needs.spec.layers[needs.spec.moe_layers[0]].mlp
         assert isinstance(mlp, MoeSpec)
-        rows = needs.chunk + config.max_running
-        # one result of each route, and the hidden states of its expert, in float32
-        routes = rows * mlp.experts_per_token * (needs.spec.hidden + 2 * mlp.inner) * 4
-        unused = (vram.CHUNKED_RANGES + bool(needs.live_states)) * vram.CHUNK_BYTES
-        workspace = needs.workspace_bytes + routes + unused
+        workspace = self._gpu_workspace(mlp)
         states_bytes = needs.live_states * needs.state_bytes
         fixed = vram.OVERHEAD_BYTES + needs.dense_bytes + workspace + states_bytes
         fixed += needs.window_bytes
@@ -144,42 +161,38 @@ class _Planner:
             num_experts=needs.num_experts,
         )
         kv_bytes = found.num_pages * needs.page_bytes
-        return MemoryPlan(
+        on_gpu = vram.VramPlan(
+            gpu,
+            budget,
+            vram.OVERHEAD_BYTES,
+            needs.dense_bytes,
+            workspace,
+            found.staging_records,
+            found.staging_records * needs.record_bytes,
+            kv_bytes,
+            found.num_slots * needs.record_bytes,
+            needs.live_states,
+            states_bytes,
+            needs.window_bytes,
+        )
+        return self._memory_plan(
             context_tokens=min(context, found.num_pages * PAGE_TOKENS),
-            page_tokens=PAGE_TOKENS,
             num_pages=found.num_pages,
             num_slots=found.num_slots,
-            num_experts=needs.num_experts,
-            prefill_chunk=needs.chunk,
-            dense_bytes=needs.dense_bytes,
-            pool_bytes=needs.pool_bytes,
-            workspace_bytes=workspace,
-            headroom_bytes=needs.headroom_bytes,
-            kv_bytes=kv_bytes,
-            slots_bytes=found.num_slots * needs.record_bytes,
-            available_bytes=self.machine.available_bytes,
-            limited_by=self.machine.limited_by,
-            host_kv_bytes=self._host_kv(kv_bytes, on_host + kept * needs.state_bytes),
             num_states=needs.live_states + kept,
-            states_bytes=(needs.live_states + kept) * needs.state_bytes,
-            windowing=needs.windowing,
-            num_window_pages=needs.num_window_pages,
-            window_bytes=needs.window_bytes,
-            vram=vram.VramPlan(
-                gpu,
-                budget,
-                vram.OVERHEAD_BYTES,
-                needs.dense_bytes,
-                workspace,
-                found.staging_records,
-                found.staging_records * needs.record_bytes,
-                kv_bytes,
-                found.num_slots * needs.record_bytes,
-                needs.live_states,
-                states_bytes,
-                needs.window_bytes,
-            ),
+            workspace_bytes=workspace,
+            host_kv_bytes=self._host_kv(kv_bytes, on_host + kept * needs.state_bytes),
+            on_gpu=on_gpu,
         )
+
+    def _gpu_workspace(self, mlp: MoeSpec) -> int:
+        """Bytes of a step, and those that ranges mapped in chunks leave unused."""
+        needs = self.needs
+        rows = needs.chunk + self.config.max_running
+        # one result of each route, and the hidden states of its expert, in float32
+        routes = rows * mlp.experts_per_token * (needs.spec.hidden + 2 * mlp.inner) * 4
+        unused = (vram.CHUNKED_RANGES + bool(needs.live_states)) * vram.CHUNK_BYTES
+        return needs.workspace_bytes + routes + unused
 
     def _host_kv(self, kv_bytes: int, others_bytes: int) -> int:
         """Bytes of whole pages of the tier below the GPU's KV.
