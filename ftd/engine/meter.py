@@ -15,17 +15,21 @@ class Pace:
 
     def __init__(self) -> None:
         self._steps: deque[tuple[int, float]] = deque()  # tokens, seconds
-        self._seconds = 0.0
+        self._tokens, self._seconds = 0, 0.0  # of all of them
 
     def step(self, tokens: int, seconds: float) -> None:
+        self._add(tokens, seconds)
         self._steps.append((tokens, seconds))
-        self._seconds += seconds
         while self._seconds - self._steps[0][1] >= WINDOW_S:
-            self._seconds -= self._steps.popleft()[1]
+            tokens, seconds = self._steps.popleft()
+            self._add(-tokens, -seconds)
+
+    def _add(self, tokens: int, seconds: float) -> None:
+        self._tokens += tokens
+        self._seconds += seconds
 
     def tokens_per_s(self) -> float:
-        seconds = sum(step[1] for step in self._steps)
-        return sum(step[0] for step in self._steps) / seconds if seconds > 0 else 0.0
+        return self._tokens / self._seconds if self._seconds > 0 else 0.0
 
 
 class Meter:
