@@ -126,3 +126,9 @@ constexpr Matmul kMatmul = {kLanes,
                             pack<F, kLanes>,
                             matmul<Product, F, kLanes>,
                             kLanes == 4 ? kFrom : 9};
+
+template <template <class, int, int> class Product, class F>
+void use(Kernels& kernels, int format) {
+  kernels.grouped[0][format][FTD_BF16] = &kMatmul<Product, F, 4>;
+  kernels.grouped[1][format][FTD_BF16] = &kMatmul<Product, F, 16>;
+}

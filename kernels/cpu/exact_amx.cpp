@@ -198,18 +198,12 @@ struct Product {
   const __m512* sums_of(int group) const { return acc[group]; }
 };
 
-template <class F>
-void use(Kernels& kernels, int format) {
-  kernels.grouped[0][format][FTD_BF16] = &kMatmul<Product, F, 4>;
-  kernels.grouped[1][format][FTD_BF16] = &kMatmul<Product, F, 16>;
-}
-
 }  // namespace
 
 void use_amx_exact(Kernels& kernels) {
-  use<FourBits<mxfp4_tables, 32>>(kernels, FTD_MXFP4);
-  use<FourBits<nvfp4_tables, 16>>(kernels, FTD_NVFP4);
-  use<Fp8Rows>(kernels, FTD_FP8_ROW);
+  use<Product, FourBits<mxfp4_tables, 32>>(kernels, FTD_MXFP4);
+  use<Product, FourBits<nvfp4_tables, 16>>(kernels, FTD_NVFP4);
+  use<Product, Fp8Rows>(kernels, FTD_FP8_ROW);
 }
 
 }  // namespace ftd

@@ -7,20 +7,22 @@ constexpr int kSpan = 4 * kStep;  // inputs whose scales are widened at a time
 // Scales of a span, and those of one of its steps: each for the sums of its inputs.
 
 // Sixteen of 32 inputs.
-__m512 spread_four(__m512 scales, int step) {
-  const __m512i which = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-  return _mm512_permutexvar_ps(_mm512_add_epi32(which, _mm512_set1_epi32(4 * step)), scales);
-}
-
-struct Mxfp4 {
-  static constexpr int kColumns = 32, kScaleBytes = 1;
-  static constexpr const uint16_t (&kBits)[16] = kFp4Bits;
+struct Of32Inputs {
+  static constexpr int kColumns = 32;
   __m512 scales;
+  __m512 spread(int step) const {
+    const __m512i which = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    return _mm512_permutexvar_ps(_mm512_add_epi32(which, _mm512_set1_epi32(4 * step)), scales);
+  }
+};
+
+struct Mxfp4 : Of32Inputs {
+  static constexpr int kScaleBytes = 1;
+  static constexpr const uint16_t (&kBits)[16] = kFp4Bits;
   void load(const uint8_t* p, int64_t count, float) {
     const __m128i bytes = _mm_maskz_loadu_epi8(__mmask16((1u << count) - 1), p);
     scales = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(bytes), 23));
   }
-  __m512 spread(int step) const { return spread_four(scales, step); }
 };
 
 struct Nvfp4 {
@@ -44,15 +46,13 @@ struct Nvfp4 {
   }
 };
 
-struct Int4 {
-  static constexpr int kColumns = 32, kScaleBytes = 2;
+struct Int4 : Of32Inputs {
+  static constexpr int kScaleBytes = 2;
   static constexpr const uint16_t (&kBits)[16] = kInt4Bits;
-  __m512 scales;
   void load(const uint8_t* p, int64_t count, float) {
     const __m256i words = _mm256_maskz_loadu_epi16(__mmask16((1u << count) - 1), p);
     scales = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
   }
-  __m512 spread(int step) const { return spread_four(scales, step); }
 };
 
 struct Rows {

@@ -134,17 +134,11 @@ struct Product {
   const __m512* sums_of(int group) const { return acc[group]; }
 };
 
-template <class F>
-void use(Kernels& kernels, int format) {
-  kernels.grouped[0][format][FTD_BF16] = &kMatmul<Product, F, 4>;
-  kernels.grouped[1][format][FTD_BF16] = &kMatmul<Product, F, 16>;
-}
-
 }  // namespace
 
 void use_amx_scaled(Kernels& kernels) {
-  use<Int4>(kernels, FTD_INT4);
-  use<Fp8<128>>(kernels, FTD_FP8);
+  use<Product, Int4>(kernels, FTD_INT4);
+  use<Product, Fp8<128>>(kernels, FTD_FP8);
 }
 
 }  // namespace ftd
