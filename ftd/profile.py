@@ -14,8 +14,8 @@ from ftd.config import Config
 from ftd.control.commands import profile_result
 from ftd.control.profile_table import profile_lines
 from ftd.engine.loading import load_core
+from ftd.engine.measuring import Measured, end_measuring, measure_slice
 from ftd.engine.preparing import prepare
-from ftd.engine.profiling import Measured, end_measuring, measure_slice
 from ftd.units import format_bytes
 
 

@@ -303,7 +303,7 @@ class LifecycleCommands:
 def profile_result(
     model: str, measured: Any, path: Path, took_s: float, longest_pause_s: float
 ) -> p.ProfileResult:
-    """Of a ``ftd.engine.profiling.Measured``."""
+    """Of a ``ftd.engine.measuring.Measured``."""
     profile, key = measured.profile, measured.profile.key
     size, rows = profile.expert_bytes, []
     for of in profile.figures:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import structlog
 
@@ -19,9 +17,6 @@ from ftd.experts.modes import Mode, State, Tuning, after_step
 from ftd.experts.profile import BATCHES, Profile
 from ftd.experts.profile_store import ProfileStore
 from ftd.experts.split import PromptRates, miss_s
-
-if TYPE_CHECKING:
-    from ftd.engine.core import EngineCore
 
 log = structlog.get_logger(__name__)
 
@@ -221,49 +216,3 @@ def _result(measuring: Generator[Slice, None, Profile]) -> Profile:
         except StopIteration as end:
             profile: Profile = end.value
             return profile
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """A finished measurement, for those who know nothing of experts."""
-
-    profile: Profile
-    experts_per_token: int
-    parts: int  # of an expert that link and CPU may share
-    store: ProfileStore
-
-    def save(self) -> Path:
-        """Raises ConfigError: it cannot be written."""
-        return self.store.save(self.profile)
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """One slice."""
-
-    found: Slice | Measured
-    took_s: float
-
-
-def measure_slice(core: EngineCore, owner: object) -> Done:
-    """See ``Profiling.next_slice``. Raises Busy, ConfigError."""
-    profiling, began_s = profiling_of(core), time.monotonic()
-    found = profiling.next_slice(owner)
-    took_s = time.monotonic() - began_s
-    if isinstance(found, Profile):
-        return Done(
-            Measured(found, profiling.experts_per_token, profiling.parts, profiling.store), took_s
-        )
-    return Done(found, took_s)
-
-
-def end_measuring(core: EngineCore, owner: object) -> None:
-    if core.profiling is not None:
-        core.profiling.end(owner)
-
-
-def profiling_of(core: EngineCore) -> Profiling:
-    """Raises ConfigError: this engine has nothing to measure."""
-    if core.profiling is None:
-        raise ConfigError("there is nothing to measure: neither a link nor a CPU computes experts")
-    return core.profiling

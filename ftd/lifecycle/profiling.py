@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftd.engine.api import EngineHandle
-from ftd.engine.profiling import Measured, Slice, end_measuring, measure_slice
+from ftd.engine.measuring import Measured, Slice, end_measuring, measure_slice
 from ftd.lifecycle.beside import on_thread
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from driving import Answer
 
-from ftd.engine.profiling import profiling_of
+from ftd.engine.measuring import profiling_of
 from ftd.experts.measure import Slice
 from ftd.experts.profile import Profile
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from driving import answer_all, engine_core, request
 
-from ftd.engine.profiling import Profiling, profiling_of
+from ftd.engine.measuring import profiling_of
+from ftd.engine.profiling import Profiling
 from ftd.errors import Busy, ConfigError
 from ftd.experts.measure import Slice
 from ftd.experts.profile import Figures, Key, Line, Profile
