@@ -17,7 +17,7 @@ import torch
 
 from ftd.experts import policy
 from ftd.experts.pause import NO_PAUSE, Pause
-from ftd.experts.runtime import DECODE_TOKENS
+from ftd.experts.residents import DECODE_TOKENS
 from ftd.experts.slots import EMPTY
 
 from .prompt_share import Busy
@@ -101,7 +101,9 @@ class CudaExperts(Residency):
         begun.mark()
         begun.hold(self._copies)  # slots given up and the staging area may be in use before here
         came = self._places.enter(row)  # streamed ahead
-        admitted = self._admit(row, missed) if self._num_tokens > DECODE_TOKENS else ()
+        admitted: list[int] = []
+        if self._num_tokens > DECODE_TOKENS:
+            admitted = self._admit(row, self._uses[row], self._num_tokens, missed)
         for expert in admitted:
             key = row * self.num_experts + expert
             address[expert] = self._slots.address + self._start_fill(key, came.get(expert))
@@ -194,10 +196,6 @@ class CudaExperts(Residency):
         ]
         self._stage(row, self._places.take(row, absent[: AHEAD_BYTES // self._layout.record_bytes]))
 
-    def _coming(self, row: int) -> set[int]:
-        """Experts of a layer that are on their way into slots."""
-        return {k % self.num_experts for k in self._table.filling if k // self.num_experts == row}
-
     def _count_ahead(self, row: int, counts: np.ndarray) -> None:
         came = self._places.enter(row)
         unused = sum(counts[expert] == 0 for expert in came)
@@ -206,20 +204,3 @@ class CudaExperts(Residency):
             ahead=self._step.ahead + len(came),
             ahead_unused=self._step.ahead_unused + int(unused),
         )
-
-    def _admit(self, row: int, missed: np.ndarray) -> tuple[int, ...]:
-        """The most valuable misses of a prompt's layer, at the cost of layers that have passed."""
-        steps = policy.prefill_steps(self._tuning, self._num_tokens)
-        rate = self._uses[row] / self._num_tokens
-        values = self._plan.value
-        values[row] = policy.value_after(self._state, self._tuning, row, rate, steps)
-        missed = np.setdiff1d(missed, list(self._coming(row)))
-        hottest = policy.in_order(missed, values[row, missed])
-        num_free = self._table.num_free
-        behind = np.flatnonzero(self._table.residency[:row] != EMPTY)
-        waiting = hottest[num_free:]
-        victims = policy.in_order(behind, -values.ravel()[behind])[: len(waiting)]
-        swaps = policy.num_swaps(values[row, waiting], values.ravel()[victims], self._tuning)
-        for victim in victims[:swaps].tolist():
-            self._evict(victim)
-        return tuple(hottest[: num_free + swaps].tolist())

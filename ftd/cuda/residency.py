@@ -25,14 +25,13 @@ import torch
 from ftd.errors import BudgetExceeded
 from ftd.experts import policy
 from ftd.experts.host_pool import HostPool
-from ftd.experts.runtime import DECODE_TOKENS, ExpertCounters, ResidencyMap
-from ftd.experts.slots import EMPTY, Resized, SlotTable
+from ftd.experts.residents import ExpertCounters, Residents
+from ftd.experts.slots import EMPTY, Resized
 from ftd.experts.split import Allowance, PromptRates
-from ftd.experts.trace import TraceRecorder
 from ftd.kernels.divide import KEYS, ON_CPU, WANTED
 from ftd.kernels.formats import ExpertLayout
 from ftd.kernels.ops import Ops
-from ftd.model.spec import ModelSpec, MoeSpec
+from ftd.model.spec import ModelSpec
 
 from .cpu_experts import CpuExperts
 from .division import MOST_LENT, Division
@@ -60,7 +59,7 @@ class Fill:
     landed: Marker
 
 
-class Residency:
+class Residency(Residents):
     """Slots, the tables that name them, and what changes between steps. Owned by the engine thread.
 
     Args:
@@ -85,17 +84,9 @@ class Residency:
         allowance: Allowance = LINK_ALLOWANCE,
         tuning: policy.Tuning | None = None,
     ) -> None:
-        mlp = spec.layers[spec.moe_layers[0]].mlp
-        assert isinstance(mlp, MoeSpec)
-        self.layers, self.num_experts = spec.moe_layers, mlp.num_experts
-        self.experts_per_token = mlp.experts_per_token
-        self._activation = mlp.activation
+        super().__init__(spec, layout, host_pool, num_slots, tuning)
         self.pinned = pinned
-        self._row = {layer: row for row, layer in enumerate(self.layers)}
-        self._layout, self._pool, self._ops = layout, host_pool, ops
-        self._allowance, self._tuning = allowance, tuning or policy.Tuning()
-        self._host = np.stack([host_pool.addresses(layer).numpy() for layer in self.layers])
-        self._address = self._host.copy()  # [L, E] int64, what steps launched from now on will see
+        self._ops, self._allowance = ops, allowance
         self._moe_experts = self._host.size
         device = memory.device
         self._device = device
@@ -113,7 +104,7 @@ class Residency:
         self._slot_bytes, self._staging_bytes = self._slots.bytes(), self._staging.bytes()
         begin = self._slots.address
         self.division = Division(
-            ops, layout, mlp.activation, self.table_rows(),
+            ops, layout, self._activation, self.table_rows(),
             (begin, begin + self._moe_experts * record), cpu,
         )  # fmt: skip
         self._launch_s = 0.0  # of the host, between the experts of two layers of a pass
@@ -121,11 +112,9 @@ class Residency:
         self.share: PromptShare | None = None
         if cpu is not None:
             self.share = PromptShare(
-                cpu.ops, torch.from_numpy(self._host), layout, mlp.activation,
+                cpu.ops, torch.from_numpy(self._host), layout, self._activation,
                 cpu.mailbox.x.dtype, device,
             )  # fmt: skip
-        self._table = SlotTable(len(self.layers), self.num_experts, num_slots)
-        self._state = policy.new_state(len(self.layers), self.num_experts, mlp.experts_per_token)
         self._plan = self._decide(np.zeros(self._host.shape, bool), 0)
         self._parts_on_cpu = 0  # that make no whole expert yet
         self._wanted = 0  # fetched misses of the running step worth storing, stored or not
@@ -135,8 +124,6 @@ class Residency:
         self._uses = np.zeros(self._host.shape, np.int32)
         self._num_tokens = 0
         self._step = ExpertCounters()  # of the running step
-        self._counters = ExpertCounters(slots_total=num_slots)
-        self._trace: TraceRecorder | None = None
 
     @property
     def layout(self) -> ExpertLayout:
@@ -226,7 +213,7 @@ class Residency:
                 self.division.cpu.step_ended()
             for slot, key in zip(launch.lent, report[KEYS:].tolist()):
                 if self._table.settle(slot, key):
-                    self._address.reshape(-1)[key] = self._slot_address(slot)
+                    self._settle(key, slot)
                     stored += 1
             self._wanted += int(report[WANTED])
             parts = self._parts_on_cpu + int(report[ON_CPU])
@@ -258,20 +245,15 @@ class Residency:
             self._trace.commit_step()
         if not self._num_tokens:
             return
-        used = self._uses > 0
-        if self._num_tokens > DECODE_TOKENS:
-            steps = policy.prefill_steps(self._tuning, self._num_tokens)
-            policy.observe(self._state, self._tuning, self._uses / self._num_tokens, steps)
-        else:
-            policy.observe(self._state, self._tuning, used)
+        self._observe(self._uses, self._num_tokens)
         landed = self._land()
         if not self.all_resident and not self._paused:
-            self._plan = self._decide(used, self._wanted)
+            self._plan = self._decide(self._uses > 0, self._wanted)
             self._carry_out(self._plan)
             self.division.judge(self._plan.value, self._plan.admit)
         elif self._dirty:
             self._publish()
-        self._count(landed)
+        self._count(self._with_landed(landed))
         self._begin_step()
 
     def abandon_step(self) -> None:
@@ -312,12 +294,7 @@ class Residency:
         if num_slots > were:
             self._slots.resize(num_slots * size)  # may be refused
             self._slot_bytes = self._slots.bytes()
-        resized = self._table.resize(num_slots, policy.value(self._state, self._tuning))
-        for key in resized.evicted:
-            self._address.reshape(-1)[key] = self._host.reshape(-1)[key]
-        for key, source, target in resized.moves:
-            self._record(target).copy_(self._record(source))
-            self._address.reshape(-1)[key] = self._slot_address(target)
+        resized = self._resize_table(num_slots)
         self._publish()
         if num_slots < were:
             if self._copies is not None:
@@ -330,7 +307,7 @@ class Residency:
         self._plan = self._decide(np.zeros(self._host.shape, bool), 0)
         if not self.all_resident:
             self._carry_out(self._plan)
-        self._count(landed)
+        self._count(self._with_landed(landed))
         self._begin_step()
         return resized
 
@@ -362,6 +339,9 @@ class Residency:
     def _record(self, slot: int) -> torch.Tensor:
         size = self._layout.record_bytes
         return self._slot_bytes[slot * size : (slot + 1) * size]
+
+    def _move(self, source: int, target: int) -> None:
+        self._record(target).copy_(self._record(source))
 
     def _decide(self, used: np.ndarray, wanted: int) -> policy.Plan:
         table = self._table
@@ -408,16 +388,14 @@ class Residency:
         for fill in self._fills:
             if not fill.landed.passed():
                 break
-            slot = self._table.commit(fill.key)
-            self._address.reshape(-1)[fill.key] = self._slot_address(slot)
+            self._settle(fill.key, self._table.commit(fill.key))
             self._dirty = True
             landed += 1
         del self._fills[:landed]
         return landed
 
     def _evict(self, key: int) -> None:
-        self._table.evict(key)
-        self._address.reshape(-1)[key] = self._host.reshape(-1)[key]
+        super()._evict(key)
         self._step = replace(self._step, evicted=self._step.evicted + 1)
         self._dirty = True
 
@@ -430,47 +408,15 @@ class Residency:
         self._num_tokens = self._wanted = 0
         self._step = ExpertCounters()
 
+    def _with_landed(self, landed: int) -> ExpertCounters:
+        """What the step has done, and the fills that have arrived meanwhile."""
+        return replace(self._step, fills=self._step.fills + landed)
+
     def _host_records(self) -> list[list[torch.Tensor]]:
         return [
             [torch.from_numpy(self._pool.record(layer, e)) for e in range(self.num_experts)]
             for layer in self.layers
         ]
-
-    # ---- what others see ----
-
-    def _count(self, landed: int) -> None:
-        was, step = self._counters, self._step
-        filled = landed + step.fills
-        self._counters = ExpertCounters(
-            hits=was.hits + step.hits,
-            misses=was.misses + step.misses,
-            fetched=was.fetched + step.fetched,
-            on_cpu=was.on_cpu + step.on_cpu,
-            evicted=was.evicted + step.evicted,
-            ahead=was.ahead + step.ahead,
-            ahead_unused=was.ahead_unused + step.ahead_unused,
-            fills=was.fills + filled,
-            fill_bytes=was.fill_bytes + filled * self._layout.record_bytes,
-            slots_total=self._table.num_slots,
-            slots_used=self._table.num_used,
-        )
-
-    def counters(self) -> ExpertCounters:
-        """As of the last safe point; from any thread."""
-        return self._counters
-
-    def residency_map(self) -> ResidencyMap:
-        """A copy, at a safe point."""
-        value = policy.value(self._state, self._tuning)
-        return ResidencyMap(self.layers, self._table.residency.copy(), value)
-
-    @property
-    def recording(self) -> bool:
-        return self._trace is not None
-
-    def record_trace(self, recorder: TraceRecorder | None) -> None:
-        """Record the routing of the steps from here on, at a safe point. None: stop."""
-        self._trace = recorder
 
     def close(self) -> None:
         """Give the slots' memory back; nothing may run any more. Idempotent."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ftd.engine.answering import Answering
 from ftd.engine.passes import Borders
-from ftd.experts.runtime import DECODE_TOKENS
+from ftd.experts.residents import DECODE_TOKENS
 from ftd.schedule.pauses import Pauses
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ from ftd.engine.profiling import Profiling
 from ftd.engine.runner import Runner, StepResult
 from ftd.engine.sampling import Draw, SamplingState
 from ftd.errors import ConstraintFailed, EngineFailed, OutOfMemory
-from ftd.experts.runtime import ExpertCounters, ResidencyMap
+from ftd.experts.residents import ExpertCounters, ResidencyMap
 from ftd.experts.slots import Resized
 from ftd.experts.trace import TraceRecorder
 from ftd.kv.anchors import AnchorInfo

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from ftd.engine.api import EngineStatus, RequestInfo
 from ftd.engine.meter import Meter
 from ftd.engine.recurrence import Recurrence
-from ftd.experts.runtime import ExpertCounters
+from ftd.experts.residents import ExpertCounters
 from ftd.kv.anchor_book import Standing
 from ftd.kv.anchors import AnchorInfo, AnchorTotals
 from ftd.kv.host import HostTier

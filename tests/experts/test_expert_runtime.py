@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftd.experts.host_pool import HostPool
-from ftd.experts.runtime import DECODE_TOKENS, ExpertRuntime
+from ftd.experts.residents import DECODE_TOKENS
+from ftd.experts.runtime import ExpertRuntime
 from ftd.experts.slots import EMPTY
 from ftd.experts.split import Allowance
 from ftd.experts.trace import TraceRecorder
