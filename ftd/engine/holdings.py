@@ -66,6 +66,7 @@ class Holdings:
             )  # fmt: skip
         self.restoring = self._restoring(None)
         self.pages_evicted = 0  # of the prefix cache, for lack of room
+        self.most_pages = 0  # that the pool may grow to, where memory follows need
         self._clock = clock
 
     def keep_on_disk(self, store: DiskStore) -> None:
@@ -165,6 +166,12 @@ class Holdings:
         pages = self.pages.allocate(self.lacking(sequence, tokens))
         assert pages is not None, (sequence.key, tokens, self.pages.free)
         sequence.pages.extend(pages)
+
+    def most_output(self, sequence: Sequence) -> int:
+        """Tokens that were asked for, or that the pool can have room for since it was changed."""
+        pages = max(self.pages.num_pages, self.most_pages)
+        room = pages * self.kv.page_tokens - sequence.prompt_tokens
+        return min(sequence.request.max_tokens, room)
 
     # ---- what stays
 

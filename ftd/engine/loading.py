@@ -30,11 +30,12 @@ from ftd.cuda.pinned import register
 from ftd.cuda.states import CudaStates, CudaWindowStates
 from ftd.engine.api import EngineLimits
 from ftd.engine.benches import on_cpu, on_gpu, tune_cpu
-from ftd.engine.core import EngineCore, StepExperts
+from ftd.engine.core import EngineCore
 from ftd.engine.cuda_runner import CudaRunner
 from ftd.engine.preparing import Prepared
 from ftd.engine.profiling import Profiling
 from ftd.engine.runner import CpuRunner, Runner
+from ftd.engine.steps import StepExperts
 from ftd.engine.thread import EngineThread
 from ftd.errors import CheckpointError, NotReady
 from ftd.experts.host_pool import HostPool
@@ -174,7 +175,7 @@ def load_core(
         )
     try:
         core.warm_up()
-        core.profiling = parts.profiling
+        core.steps.profiling = parts.profiling
         parts.profiling.start()
         if config.anchor_dir is not None:
             core.keep_on_disk(_disk_store(config, config.anchor_dir, prepared, core))

@@ -49,12 +49,12 @@ def measure_slice(core: EngineCore, owner: object) -> Done:
 
 
 def end_measuring(core: EngineCore, owner: object) -> None:
-    if core.profiling is not None:
-        core.profiling.end(owner)
+    if core.steps.profiling is not None:
+        core.steps.profiling.end(owner)
 
 
 def profiling_of(core: EngineCore) -> Profiling:
     """Raises ConfigError: this engine has nothing to measure."""
-    if core.profiling is None:
+    if core.steps.profiling is None:
         raise ConfigError("there is nothing to measure: neither a link nor a CPU computes experts")
-    return core.profiling
+    return core.steps.profiling

@@ -39,10 +39,11 @@ class Observed:
 
 def observe(core: EngineCore) -> Observed:
     """On the engine thread, between two steps. Cost: a sort of all experts, 1 ms for 15,000."""
-    pages, totals, page_tokens = core.pages, core.totals, core.kv.page_tokens
+    pages, totals, page_tokens = core.pages, core.roster.totals, core.kv.page_tokens
     host = core.held.host
-    places = core.limits.max_running - len(core.running())
-    wanted = sum(-(-len(s.ids) // page_tokens) for s in core.waiting()[: max(0, places)])
+    waiting = core.roster.oldest_waiting()
+    places = core.limits.max_running - len(core.roster.running)
+    wanted = sum(-(-len(s.ids) // page_tokens) for s in waiting[: max(0, places)])
     lacking = max(0, wanted - pages.free - pages.idle)
     experts = core.experts.residency_map()
     values, here = experts.value.ravel(), experts.slot.ravel() >= 0
@@ -52,10 +53,10 @@ def observe(core: EngineCore) -> Observed:
         slots=core.experts.counters().slots_total,
         pages_in_use=pages.held - pages.idle,
         pages_idle=pages.idle,
-        blocked=min(places, len(core.waiting())) if lacking else 0,
+        blocked=min(places, len(waiting)) if lacking else 0,
         blocked_pages=lacking,
-        miss_s=core.profiling.miss_s if core.profiling else 0.0,
-        token_s=core.rates.line[1] if core.rates.chunk_tokens else 0.0,
+        miss_s=core.steps.profiling.miss_s if core.steps.profiling else 0.0,
+        token_s=core.steps.rates.token_s,
         steps=totals.steps,
         prompt_tokens=totals.prompt_tokens,
         reused_tokens=totals.reused_tokens,

@@ -76,7 +76,7 @@ def _resize(core: EngineCore, num_pages: int, num_slots: int, num_staging: int |
 
 
 def _refuse_too_small(core: EngineCore, num_pages: int) -> None:
-    tokens, longest = num_pages * core.kv.page_tokens, core.longest_tokens()
+    tokens, longest = num_pages * core.kv.page_tokens, core.roster.longest_tokens()
     if longest >= tokens:
         least = (longest // core.kv.page_tokens + 1) * core.kv.page_tokens
         raise BudgetExceeded(
@@ -89,9 +89,9 @@ def _refuse_too_small(core: EngineCore, num_pages: int) -> None:
 def _resize_pages(core: EngineCore, num_pages: int) -> tuple[int, int, int]:
     """Numbers of sequences preempted, cached pages evicted, and pages moved."""
     pages, preempted = core.pages, 0
-    running = core.running()
+    running = core.roster.oldest_running()
     while pages.held - pages.idle > num_pages:
-        core.preempt(running.pop().key)
+        core.roster.preempt(running.pop().key)
         preempted += 1
     excess = max(0, pages.held - num_pages)
     saved = min(excess, SAVED_AT_ONCE_BYTES // core.kv.page_bytes)  # of the highest rank among them

@@ -119,7 +119,7 @@ class ElasticMemory:
         numbers = change.kv_tokens is not None or change.expert_slots is not None
         auto = change.auto or (self.auto and not numbers)
         planner = await on_thread(lambda: replanner(self._prepared))
-        longest = await self._engine.at_safe_point(EngineCore.longest_tokens)
+        longest = await self._engine.at_safe_point(_longest_tokens)
         bounds = await on_thread(lambda: self._bounds(planner, longest))
         plan = await on_thread(lambda: plan_change(planner, config, bounds))
         shared = self._shared(config, plan) if auto else None
@@ -195,7 +195,7 @@ class ElasticMemory:
 
         def change(core: EngineCore) -> Resizing:
             done = resize(core, plan.num_pages, plan.num_slots, staging(plan, shared))
-            core.most_pages = shared.most_pages if shared else 0
+            core.held.most_pages = shared.most_pages if shared else 0
             if shared:
                 core.make_room = lambda pages: _make_room(core, pages, plan, shared)
             return done
@@ -261,7 +261,7 @@ class ElasticMemory:
 
     async def _least_budget(self, above: int) -> int | None:
         planner = await on_thread(lambda: replanner(self._prepared))
-        longest = await self._engine.at_safe_point(EngineCore.longest_tokens)
+        longest = await self._engine.at_safe_point(_longest_tokens)
         bounds = await on_thread(lambda: self._bounds(planner, longest))
         return await on_thread(lambda: least_budget(planner, self.config, bounds, above))
 
@@ -291,6 +291,10 @@ def staging(plan: MemoryPlan, shared: Limits | None) -> int:
     planned = plan.vram.staging_records if plan.vram else 0
     more = shared.staging_of(plan.num_slots) if shared else 0
     return planned + more // plan.record_bytes
+
+
+def _longest_tokens(core: EngineCore) -> int:
+    return core.roster.longest_tokens()
 
 
 def _make_room(core: EngineCore, pages: int, plan: MemoryPlan, shared: Limits) -> None:

@@ -64,3 +64,8 @@ class Rates:
         slope = (ns / count - mean_n * mean_s) / (nn / count - mean_n**2)
         token_s = min(max(slope, 0.0), mean_s / mean_n)
         return mean_s - token_s * mean_n, token_s
+
+    @property
+    def token_s(self) -> float:
+        """To compute one more token of a prompt; 0: no chunk measured yet."""
+        return self.line[1] if self.chunk_tokens else 0.0

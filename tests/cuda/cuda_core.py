@@ -117,5 +117,5 @@ def cuda_core(
             Limits(config.max_running, plan.prefill_chunk, pages, plan.page_tokens),
             host=HostTier(pinned_pages, kv, plan.page_tokens) if host_pages else None,
         )  # fmt: skip
-        core.profiling = on_gpu(config, prepared, pool, dtype, experts, runner)
+        core.steps.profiling = on_gpu(config, prepared, pool, dtype, experts, runner)
         yield core

@@ -90,7 +90,7 @@ def test_a_prompt_without_memory_fails_alone(device, monkeypatch):
 @devices
 def test_steps_without_memory_leave_an_engine_that_answers(device):
     with core_on(device) as core:
-        core._fault = FaultSpec(memory=3)
+        core.steps.faults.asked = FaultSpec(memory=3)
         failed = [a for a in answer_all(core, requests()[:5]).values() if a.error]
         assert failed and all(isinstance(a.error, OutOfMemory) for a in failed)
         again = requests(seed=2)[:3]
@@ -141,7 +141,7 @@ async def test_a_lost_gpu_ends_every_request():
     """The context of this process survives: a real one is broken in a process of its own, below."""
 
     def lose(core):
-        core._fault = FaultSpec(gpu=core.totals.steps + 2)
+        core.steps.faults.asked = FaultSpec(gpu=core.roster.totals.steps + 2)
 
     with core_on("cpu") as core:
         check_all_failed(*await failure_of(core, lose))

@@ -105,7 +105,7 @@ def test_a_budget_is_halved_restored_and_refused_under_four_streams():
             free, total = torch.cuda.mem_get_info()
             used.append(total - free)
             held.append(held_bytes(torch.device("cuda:0")))  # others come and go
-            if core.longest_tokens() > 2 * core.kv.page_tokens:
+            if core.roster.longest_tokens() > 2 * core.kv.page_tokens:
                 with pytest.raises(BudgetExceeded):
                     resize(core, 2, 0)
                 refused += 1

@@ -109,11 +109,11 @@ def test_streams_keep_their_share_of_the_time_of_long_prompts():
             nonlocal layers
             layers += 1
 
-        core.beat, core.clock = tick, lambda: float(layers)
+        core.beat, core.steps.clock = tick, lambda: float(layers)
         core.add(request("stream", [1, 2, 3], max_tokens=400))
         for _ in range(5):
             core.step()
-        per_step = core.rates.decode_step_s(1)
+        per_step = core.steps.rates.decode_step_s(1)
         brought = steps_beside(core)
         core.add(request("long", [i % 400 for i in range(330)], max_tokens=1))
         began, finished = layers, False
@@ -131,7 +131,7 @@ def test_without_streams_nothing_is_saved_up():
             nonlocal layers
             layers += 1
 
-        core.beat, core.clock = tick, lambda: float(layers)
+        core.beat, core.steps.clock = tick, lambda: float(layers)
         brought = steps_beside(core)
         core.add(request("first", [i % 300 for i in range(200)], max_tokens=1))
         while core.has_work():

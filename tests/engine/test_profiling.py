@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from driving import answer_all, engine_core, request
@@ -187,7 +188,7 @@ def test_an_engine_measures_between_its_steps(script_model_dir, tmp_path):
         assert core.status().rates_from.startswith("the profile of ")
         profiling.store.save(found)
     with engine_core(script_model_dir, profile_dir=tmp_path) as core:
-        assert core.profiling.profile == found
+        assert core.steps.profiling.profile == found
 
 
 def test_kernels_are_tuned_once_for_all_starts(script_model_dir, tmp_path, monkeypatch):
@@ -204,17 +205,15 @@ def test_kernels_are_tuned_once_for_all_starts(script_model_dir, tmp_path, monke
 
     monkeypatch.setattr(native.NativeOps, "calibrate", watched)
     with engine_core(script_model_dir, profile_dir=tmp_path) as core:
-        profiling = core.profiling
+        profiling = core.steps.profiling
         profile = replace(PROFILE, key=profiling._bench.key, prefetch_bytes=(8192, 2048))
         assert len(tried) == 1 and profiling._bench.prefetch_bytes is not None
         profiling.store.save(profile)
     with engine_core(script_model_dir, profile_dir=tmp_path) as core:
-        assert len(tried) == 1 and core.profiling._bench.prefetch_bytes == (8192, 2048)
+        assert len(tried) == 1 and core.steps.profiling._bench.prefetch_bytes == (8192, 2048)
 
 
 def test_an_engine_without_experts_to_divide_says_so():
-    class Core:
-        profiling = None
-
+    core = SimpleNamespace(steps=SimpleNamespace(profiling=None))
     with pytest.raises(ConfigError, match="nothing to measure"):
-        profiling_of(Core())
+        profiling_of(core)

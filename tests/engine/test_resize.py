@@ -87,7 +87,7 @@ def test_the_youngest_gives_way_and_continues(model, alone):
             answers[output.request_id].take(output)
         done = resize(core, LEAST_PAGES, 0)
         assert done.preempted >= 1
-        assert long[0].request_id in {s.key for s in core.running()}
+        assert long[0].request_id in {s.key for s in core.roster.oldest_running()}
         while core.has_work():
             for output in core.step():
                 answers[output.request_id].take(output)

@@ -115,7 +115,7 @@ def test_too_few_pages_and_slots_evict_and_preempt(model, alone, seed):
         core.held.recurrence.max_kept = rng.choice([0, 1, 5])
         for _ in range(2):
             assert comparable(answer_all(core, requests(), arrive=arrive)) == alone
-        assert core.totals.preempted > 0
+        assert core.roster.totals.preempted > 0
 
 
 def test_clients_that_leave_and_steps_that_are_given_up(model, alone):

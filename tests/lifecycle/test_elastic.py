@@ -87,7 +87,7 @@ async def test_numbers_end_it(memory):
     assert not memory.auto and (done.kv_tokens, done.slots) == (256, 3)
     assert memory._engine.limits.pool_tokens == 256
     assert await memory.rebalance() is None
-    assert await memory._engine.at_safe_point(lambda core: core.most_pages) == 0
+    assert await memory._engine.at_safe_point(lambda core: core.held.most_pages) == 0
 
 
 async def test_refused_without_a_gpu_and_nothing_changes(memory):
