@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,11 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 def imports_of(path: Path) -> set[str]:
     """Dotted names below ``ftd`` that a file imports, relative ones resolved."""
-    package = ["ftd", *path.relative_to(ROOT / "ftd").parent.parts]
+    names = all_imports(path, ["ftd", *path.relative_to(ROOT / "ftd").parent.parts])
+    return {name.removeprefix("ftd.") for name in names if name.startswith("ftd.")}
+
+
+def all_imports(path: Path, package: list[str]) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -67,11 +72,15 @@ def imports_of(path: Path) -> set[str]:
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
             found |= {f"{module}.{alias.name}" for alias in node.names}
-    return {name.removeprefix("ftd.") for name in found if name.startswith("ftd.")}
+    return found
+
+
+def files_below(top: str) -> list[Path]:
+    return [p for p in (ROOT / top).rglob("*.py") if p.name != "__init__.py"]
 
 
 def sources() -> list[Path]:
-    return sorted(p for p in (ROOT / "ftd").rglob("*.py") if p.name != "__init__.py")
+    return sorted(files_below("ftd"))
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
@@ -86,6 +95,19 @@ def test_imports_point_down(path: Path):
         if top in EVERYWHERE or top == "__version__":
             continue
         assert any(name == a or name.startswith(a + ".") for a in allowed), f"{path}: {name}"
+
+
+@pytest.mark.parametrize("top", ["ftd", "ftctl", "tools"])
+def test_no_files_import_each_other_in_a_circle(top: str):
+    """Not even for their types."""
+    home = ROOT if top != "tools" else ROOT / top
+    names = {p: ".".join(p.relative_to(home).with_suffix("").parts) for p in files_below(top)}
+    graph = {}
+    for path, name in names.items():
+        used = all_imports(path, list(path.relative_to(home).parent.parts))
+        used |= {n.rpartition(".")[0] for n in used}  # what was imported is a name in the file
+        graph[name] = used & set(names.values()) - {name}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which says who
 
 
 @pytest.mark.parametrize("module", ["ftctl.cli", "ftd.control.protocol", "ftd.control.client"])

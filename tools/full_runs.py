@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import bench_rows as rows
 from bench_http import BenchFailed
@@ -16,12 +16,10 @@ from bench_roofline import Rates, Weights, least_step_s
 from bench_rows import PREFIX_TOKENS
 from bench_server import Event, Prompts, Server, Started, with_server
 from full_table import COLD, Run
+from full_work import Work
 
 from ftd.control.client import Client, ControlError
 from ftd.control.protocol import Budget, Profile, Reload
-
-if TYPE_CHECKING:
-    from bench_full import FullBench
 
 SCORED = 4  # prompts whose answers are compared over a reload
 SILENCE_S = 120.0  # of ftd while it changes its budget or its model
@@ -62,14 +60,14 @@ class Runs:
 
     def __init__(
         self,
-        bench: FullBench,
+        work: Work,
         name: str,
         path: Path,
         started: Started,
         weights: Weights,
         runs: Sequence[Run],
     ) -> None:
-        self.bench, self.o, self.results = bench, bench.o, bench.results
+        self.work, self.o, self.results = work, work.o, work.results
         self.name, self.path, self.started = name, path, started
         self.weights, self.runs = weights, runs
         self.prompts = Prompts(weights.vocab - 3, self.o.seed)
@@ -78,14 +76,14 @@ class Runs:
     async def __call__(self, server: Server) -> None:
         for n, run in enumerate(self.runs):
             at = f"{self.name}.{run.name}"
-            if not self.bench.has_time(at):
+            if not self.work.has_time(at):
                 continue
             async with self.noted(at):
                 if n:
                     await self.change_budget(at, run.vram)
                 await self.measure(server, at, full=run.threads is None)
         to = self.o.reload.get(self.name)
-        if to and self.runs[0].threads is None and self.bench.has_time(f"{self.name}.reload"):
+        if to and self.runs[0].threads is None and self.work.has_time(f"{self.name}.reload"):
             async with self.noted(f"{self.name}.reload"):
                 await self.reload(server, to)
 
@@ -93,10 +91,10 @@ class Runs:
     async def noted(self, at: str) -> AsyncIterator[None]:
         """What fails, or takes longer than the limit, costs this alone."""
         try:
-            async with asyncio.timeout(self.bench.left_s):
+            async with asyncio.timeout(self.work.left_s):
                 yield
         except (BenchFailed, ControlError, TimeoutError) as error:
-            self.bench.failed(at, error)
+            self.work.failed(at, error)
 
     async def call(self, command: Any) -> Any:
         def run() -> Any:
@@ -109,7 +107,7 @@ class Runs:
         done = await self.call(Budget(vram=vram))
         said = {k: getattr(done, k) for k in ("slots", "slots_were", "paused_ms")}
         self.results.note(f"{at}.budget", said)
-        self.bench.say(f"{at}: {said}")
+        self.work.say(f"{at}: {said}")
 
     async def measure(self, server: Server, at: str, *, full: bool) -> None:
         """All values of one run, the most wanted first."""
@@ -123,7 +121,7 @@ class Runs:
         results.note(f"{at}.step", step)
         results.note(f"{at}.slots", int(step.get("slots", 0)))
         self.compare(at, step)
-        self.bench.say(f"{at}: decode {results.values[f'{at}.decode']}, step {step}")
+        self.work.say(f"{at}: decode {results.values[f'{at}.decode']}, step {step}")
         if not full:
             return
         results.add(
@@ -133,13 +131,13 @@ class Runs:
         for key, tokens in COLD.items():
             repeats = 1 if tokens > 20_000 else o.repeats
             results.add(f"{at}.{key}", await rows.cold(server, p, tokens // o.shorter, repeats))
-            self.bench.say(f"{at}: {key} {results.values[f'{at}.{key}']} ms")
+            self.work.say(f"{at}: {key} {results.values[f'{at}.{key}']} ms")
 
     async def take_profile(self, at: str) -> None:
         found = await self.call(Profile())
         self.profile = Path(found.path).read_text()
         self.results.note(f"{at}.profile", self.profile)
-        self.bench.say(f"{at}: profile taken in {found.took_s:.1f} s")
+        self.work.say(f"{at}: profile taken in {found.took_s:.1f} s")
 
     def compare(self, at: str, step: dict[str, float]) -> None:
         """With the roofline, and with what the simulator says for these slots."""
@@ -157,14 +155,14 @@ class Runs:
 
         Beside that: the same answers twice without a reload, since residency moves meanwhile.
         """
-        path, _ = await asyncio.to_thread(self.bench.prepare, to, 2)
+        path, _ = await asyncio.to_thread(self.work.prepare, to, 2)
         scored = [self.prompts.new(48) for _ in range(SCORED)]
         before, again = [await rows.answers(server, scored) for _ in range(2)]
         there = await self.call(Reload(model=str(path)))
-        self.bench.say(f"{self.name}: reloaded as {there}")
+        self.work.say(f"{self.name}: reloaded as {there}")
         other = await with_server(self.started.url, _decode_some)
         back = await self.call(Reload(model=str(self.path)))
-        self.bench.say(f"{self.name}: reloaded as {back}; {other} tokens between")
+        self.work.say(f"{self.name}: reloaded as {back}; {other} tokens between")
         after = await rows.answers(server, scored)
         self.results.note(
             f"{self.name}.reload",

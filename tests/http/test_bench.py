@@ -14,12 +14,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import bench
-from bench_full import layers_that_fit
 from bench_plot import plot, side_by_side
 from bench_report import Line, Results, table
 from bench_roofline import Rates, Weights, least_step_s, read_weights
 from bench_rows import agreement
 from full_table import told
+from full_work import layers_that_fit
 from make_synthetic import make
 
 TOOL = Path(__file__).parents[2] / "tools" / "bench.py"
