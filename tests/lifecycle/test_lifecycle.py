@@ -115,7 +115,7 @@ class TestLoad:
         assert lifecycle.state is State.STOPPED
 
     async def test_stop_leaves_a_stuck_loader_behind(self, monkeypatch):
-        monkeypatch.setattr("ftd.lifecycle.lifecycle.CANCEL_TIMEOUT_S", 0.05)
+        monkeypatch.setattr("ftd.lifecycle.operations.CANCEL_TIMEOUT_S", 0.05)
         lifecycle = Lifecycle(Config(model="a"), ScriptedModels(a=Script(stuck_s=0.5)))
         loading = asyncio.create_task(lifecycle.load())
         await until(lambda: lifecycle.progress and lifecycle.progress.phase is Phase.READING)
