@@ -24,10 +24,11 @@ import torch
 
 from ftd.errors import BudgetExceeded
 from ftd.experts import policy
+from ftd.experts.costs import Allowance
 from ftd.experts.host_pool import HostPool
 from ftd.experts.residents import ExpertCounters, Residents
 from ftd.experts.slots import EMPTY, Resized
-from ftd.experts.split import Allowance, PromptRates
+from ftd.experts.split import PromptRates
 from ftd.kernels.divide import KEYS, ON_CPU, WANTED
 from ftd.kernels.formats import ExpertLayout
 from ftd.kernels.ops import Ops

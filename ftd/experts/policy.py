@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ftd.experts.split import Allowance
+from ftd.experts.costs import Allowance
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
-from ftd.experts.machines import Machine
+from ftd.experts.machines import BOTH_FIXED_S, PARTS, Machine
 from ftd.experts.split import PromptRates, Rates, beside_copies, fetch_table
 
 VERSION = 1  # raised when an old file would be misread
@@ -112,7 +112,7 @@ class Profile:
             1 / link.experts_per_s, 1 / cpu.experts_per_s, self.cpu_row_s, fixed_s + cpu.fixed_s
         )
 
-    def machine(self, name: str, batch: int = 1, parts: int = 1) -> Machine:
+    def machine(self, name: str, batch: int = 1, parts: int = PARTS) -> Machine:
         """As the simulator takes it.
 
         Args:
@@ -138,6 +138,7 @@ class Profile:
             handshake_s=0.0,  # in the CPU's fixed time
             cpu_fixed_s=of.cpu.fixed_s,
             link_fixed_s=of.link.fixed_s,
+            both_fixed_s=BOTH_FIXED_S,
             parts=parts,
             **known,
         )

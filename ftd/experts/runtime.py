@@ -22,11 +22,12 @@ import numpy as np
 import torch
 
 from ftd.experts import policy
+from ftd.experts.costs import Allowance
 from ftd.experts.host_pool import HostPool
 from ftd.experts.pause import NO_PAUSE, Pause
 from ftd.experts.residents import DECODE_TOKENS, ExpertCounters, Residents
 from ftd.experts.slots import EMPTY, Resized, SlotMemory
-from ftd.experts.split import Allowance, PromptRates
+from ftd.experts.split import PromptRates
 from ftd.kernels.formats import ExpertLayout
 from ftd.kernels.ops import Ops
 from ftd.model.spec import ModelSpec

@@ -15,9 +15,10 @@ from typing import Protocol
 
 import numpy as np
 
-from ftd.experts import policy
+from ftd.experts import costs, policy
+from ftd.experts.costs import Allowance, StepTimes
 from ftd.experts.machines import Machine
-from ftd.experts.split import Allowance, Rates, background_allowance, fetch_table, finish_s
+from ftd.experts.split import Rates, fetch_table
 
 # ---- routing --------------------------------------------------------------------------------
 
@@ -60,35 +61,7 @@ def steps_of(routing: np.ndarray, num_experts: int, batch: int) -> np.ndarray:
     return used
 
 
-LEARNT = 0.2  # of a step
-
 # ---- policies -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """What the engine measures and gives to the policy: means over the last tens of steps."""
-
-    step_s: float = 0.0
-    link_busy_s: float = 0.0
-    cpu_busy_s: float = 0.0
-    saved_s: float = 0.0  # had each miss alone been a hit
-    misses: float = 0.0
-
-    @property
-    def miss_s(self) -> float:
-        return self.saved_s / self.misses if self.misses else 0.0
-
-    def after(
-        self, step_s: float, link_s: float, cpu_s: float, saved_s: float, misses: int
-    ) -> Timing:
-        seen = (step_s, link_s, cpu_s, saved_s, misses)
-        if not self.step_s:
-            return Timing(*seen)
-        means = (self.step_s, self.link_busy_s, self.cpu_busy_s, self.saved_s, self.misses)
-        return Timing(
-            *(mean + LEARNT * (new - mean) for mean, new in zip(means, seen, strict=True))
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +74,12 @@ class Served:
 class Contender(Protocol):
     resident: np.ndarray  # [L, E] bool
 
-    def serve(self, used: np.ndarray, last: Timing) -> Served:
-        """Serve one step that uses ``used`` [L, E]; ``resident`` is then that of the next step."""
+    def serve(self, used: np.ndarray, pace: StepTimes) -> Served:
+        """Serve one step that uses ``used`` [L, E]; ``resident`` is then that of the next step.
+
+        Args:
+            pace: means over the steps before.
+        """
         ...
 
 
@@ -114,6 +91,7 @@ class Default:
         used: np.ndarray,
         num_slots: int,
         rates: Rates,
+        parts: int = 1,
         tuning: policy.Tuning | None = None,
         *,
         link_only: bool = False,
@@ -121,7 +99,7 @@ class Default:
         _, num_layers, num_experts = used.shape
         most = int(used.sum(2).max())
         self._rates, self._tuning = rates, tuning or policy.Tuning()
-        self._fetch_of = range(most + 1) if link_only else fetch_table(rates, most)
+        self._fetch_of = range(most + 1) if link_only else fetch_table(rates, most, parts)
         self._state = policy.new_state(num_layers, num_experts, float(used[0].sum(1).mean()))
         self.resident = np.zeros((num_layers, num_experts), bool)
         self.resident.T.flat[:num_slots] = True  # as the start fills them, evenly over the layers
@@ -131,7 +109,7 @@ class Default:
             Allowance(0, 0),
         )  # fmt: skip
 
-    def serve(self, used: np.ndarray, last: Timing) -> Served:
+    def serve(self, used: np.ndarray, pace: StepTimes) -> Served:
         fill = self._plan.fill  # their copies run during this step, their slots are taken
         stored, wanted, on_link = self._read_through(used & ~self.resident)
         flat = self.resident.reshape(-1)
@@ -140,12 +118,10 @@ class Default:
         self._free += len(fill) + len(stored) - len(arrived)  # read twice: one slot comes back
         flat[arrived] = True
         policy.observe(self._state, self._tuning, used)
-        allowance = background_allowance(
-            self._rates, last.step_s, last.link_busy_s, last.cpu_busy_s, last.miss_s
-        )
         self._plan = policy.plan(
-            self._state, self._tuning, self.resident, used, self._free, wanted, allowance
-        )
+            self._state, self._tuning, self.resident, used, self._free, wanted,
+            costs.allowance(self._rates, pace),
+        )  # fmt: skip
         flat[self._plan.evict] = False
         self._free += len(self._plan.evict) - len(self._plan.fill)
         return Served(on_link, len(fill))
@@ -166,10 +142,6 @@ class Default:
                         stored.append(int(layer * num_experts + expert))
         return stored, wanted, on_link
 
-    def share(self, parts: int) -> None:
-        """Link and CPU may compute one expert of a layer together, in so many parts."""
-        self._fetch_of = fetch_table(self._rates, len(self._fetch_of) - 1, parts)
-
 
 class LeastRecent:
     """LRU over what ``share`` of the misses the link reads; the rest is computed on the CPU.
@@ -185,7 +157,7 @@ class LeastRecent:
         self.resident = np.zeros(used.shape[1:], bool)
         self._last = np.zeros(used.shape[1:], np.int64)
 
-    def serve(self, used: np.ndarray, last: Timing) -> Served:
+    def serve(self, used: np.ndarray, pace: StepTimes) -> Served:
         self._now += 1
         on_link, missed = np.zeros((2, len(used)), np.int64)
         for layer, now in enumerate(used):
@@ -219,16 +191,16 @@ class LeastRecent:
 class Belady:
     """Keeps what is used again soonest, among residents and this step's misses; splits by q*."""
 
-    def __init__(self, used: np.ndarray, num_slots: int, rates: Rates) -> None:
+    def __init__(self, used: np.ndarray, num_slots: int, rates: Rates, parts: int = 1) -> None:
         self._num_slots, self._step = num_slots, 0
-        self._fetch_of = np.array(fetch_table(rates, int(used.sum(2).max())))
+        self._fetch_of = np.array(fetch_table(rates, int(used.sum(2).max()), parts))
         self.resident = np.zeros(used.shape[1:], bool)
         never = len(used) + 1
         self._next = np.full((len(used) + 1, *used.shape[1:]), never, np.int32)
         for step in range(len(used) - 1, -1, -1):
             self._next[step] = np.where(used[step], step, self._next[step + 1])
 
-    def serve(self, used: np.ndarray, last: Timing) -> Served:
+    def serve(self, used: np.ndarray, pace: StepTimes) -> Served:
         self._step += 1
         misses = used & ~self.resident
         kept = self.resident | used
@@ -246,21 +218,29 @@ def _best(worth: np.ndarray, count: int, among: np.ndarray) -> np.ndarray:
     return best.reshape(worth.shape) & among
 
 
-MakeContender = Callable[[np.ndarray, int, Rates], Contender]
+MakeContender = Callable[[np.ndarray, int, Rates, int], Contender]
 
 
-def _fixed_split(used: np.ndarray, num_slots: int, rates: Rates) -> Contender:
+def _fixed_split(used: np.ndarray, num_slots: int, rates: Rates, parts: int) -> Contender:
     link = rates.link_experts_per_s * rates.link_beside_cpu
     cpu = rates.cpu_experts_per_s * rates.cpu_beside_link
     return LeastRecent(used, num_slots, link / (link + cpu))
 
 
+def _link_only(used: np.ndarray, num_slots: int, rates: Rates, parts: int) -> Contender:
+    return Default(used, num_slots, rates, parts, link_only=True)
+
+
+def _least_recent(share: float) -> MakeContender:
+    return lambda used, num_slots, rates, parts: LeastRecent(used, num_slots, share)
+
+
 CONTENDERS: dict[str, MakeContender] = {
     "default": Default,
-    "lru-fetch-all": lambda used, slots, rates: LeastRecent(used, slots, 1.0),
+    "lru-fetch-all": _least_recent(1.0),
     "fixed-split": _fixed_split,
-    "cpu-all": lambda used, slots, rates: LeastRecent(used, slots, 0.0),
-    "link-only": lambda used, slots, rates: Default(used, slots, rates, link_only=True),
+    "cpu-all": _least_recent(0.0),
+    "link-only": _link_only,
     "oracle": Belady,
 }
 RIVALS = ("lru-fetch-all", "fixed-split")  # the default must lose to neither
@@ -290,34 +270,25 @@ def simulate(
     make: MakeContender | None = None,
 ) -> Outcome:
     """Decode all steps under one policy; the first ``warm_up`` part of them is not counted."""
-    rates = machine.rates(expert_bytes)
-    contender = (make or CONTENDERS[name])(used, num_slots, rates)
-    parts = machine.parts
-    if parts > 1 and name == "default" and isinstance(contender, Default):
-        contender.share(parts)
-    link_end, cpu_end = _layer_times(rates, int(used.sum(2).max()), parts)
-    hit_s, fixed_s = machine.hit_s(expert_bytes), machine.fixed_s(batch)
+    rates, parts = machine.rates(expert_bytes, batch), machine.parts
+    contender = (make or CONTENDERS[name])(used, num_slots, rates, parts)
+    layers_s = _layers_s(rates, int(used.sum(2).max()), parts, machine.both_fixed_s)
+    hit_s, rest_s = machine.hit_s(expert_bytes), used.shape[1] * machine.fixed_s(batch)
     skip = int(len(used) * warm_up)
     seconds = uses = missed = over_link = on_cpu = 0.0
-    timing = Timing()
+    pace = StepTimes()
     for step, now in enumerate(used):
         misses = (now & ~contender.resident).sum(1)
-        served = contender.serve(now, timing)
+        served = contender.serve(now, pace)
         misses = misses if served.missed is None else served.missed
         fetched, rest = served.on_link, misses - served.on_link
-        at = misses, np.rint(fetched * parts).astype(np.int64)
-        link, cpu = link_end[at], cpu_end[at]
-        hits_s = (now.sum(1) - misses) * hit_s
-        waiting_s = np.maximum(link, cpu)
-        alone_s = np.maximum(waiting_s, hits_s).sum() + len(misses) * fixed_s
-        # of each miss: what its layer would take if it were a hit
-        fewer_s = waiting_s * (1 - 1 / np.maximum(misses, 1))
-        saved_s = np.maximum(waiting_s, hits_s) - np.maximum(fewer_s, hits_s + hit_s)
-        saved_s = (misses * saved_s).sum()
-        timing = timing.after(alone_s, link.sum(), cpu.sum(), saved_s, int(misses.sum()))
-        copies = background_allowance(rates, alone_s, link.sum(), cpu.sum(), 1.0).cost_misses
+        divided_s = layers_s[misses, np.rint(fetched * parts).astype(np.int64)]
+        times = costs.step_times(divided_s, misses, now.sum(1) - misses, hit_s, rest_s)
+        pace = pace.after(times)
         if step >= skip:
-            seconds += alone_s + served.background * copies
+            seconds += times.step_s
+            if served.background:
+                seconds += served.background * costs.fill_s(rates, times)
             uses += now.sum()
             missed += misses.sum()
             over_link += fetched.sum() + served.background
@@ -332,13 +303,14 @@ def simulate(
     )
 
 
-def _layer_times(rates: Rates, most: int, parts: int) -> tuple[np.ndarray, np.ndarray]:
-    """[misses, parts over the link] seconds until the link and the CPU are done."""
-    times = np.zeros((most + 1, most * parts + 1, 2))
+def _layers_s(rates: Rates, most: int, parts: int, both_fixed_s: float) -> np.ndarray:
+    """[misses, parts over the link, 3]: ``costs.layer_s``."""
+    times = np.zeros((most + 1, most * parts + 1, 3))
     for misses in range(most + 1):
         for part in range(misses * parts + 1):
-            times[misses, part] = finish_s(rates, part / parts, misses - part / parts)
-    return times[..., 0], times[..., 1]
+            on_link = part / parts
+            times[misses, part] = costs.layer_s(rates, on_link, misses - on_link, both_fixed_s)
+    return times
 
 
 def compare(

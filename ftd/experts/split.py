@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 LEFT_BY_COPIES = 0.5  # of the link, to a step beside a pass
 FEW_MISSES = 2  # of a layer, where most experts are resident
-NO_MISS_S = 1e-9  # a miss that costs less costs nothing: no fill earns what it takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +37,6 @@ class Rates:
 def beside_copies(rates: Rates) -> Rates:
     """Of a step beside a pass whose experts are on their way over the link."""
     return replace(rates, link_experts_per_s=rates.link_experts_per_s * LEFT_BY_COPIES)
-
-
-@dataclass(frozen=True, slots=True)
-class Allowance:
-    """What background fills may take from the next step."""
-
-    fills: float  # how many, on average: a fraction is saved up
-    cost_misses: float  # what one fill slows the step, counted in average misses
-    worth: bool = True  # a miss less makes the step faster
 
 
 def finish_s(rates: Rates, on_link: float, on_cpu: float) -> tuple[float, float]:
@@ -154,25 +144,3 @@ def shared_s(
     """How long a layer of which the CPU takes so many experts is bound by either; as above."""
     own_s = rates.fixed_s + sum(map(rates.expert_s, tokens[:taken])) if taken else 0.0
     return max(own_s + busy_s, (len(tokens) - taken + on_link) * rates.link_s)
-
-
-def background_allowance(
-    rates: Rates, step_s: float, link_busy_s: float, cpu_busy_s: float, miss_s: float
-) -> Allowance:
-    """How many experts the idle link can bring beside a step like the last, and at which price.
-
-    A background copy falls anywhere in the step: where it meets a read-through it delays it by the
-    whole copy, where it meets the CPU it takes DRAM rate away, elsewhere it is free. A quarter of
-    the idle time is left alone, since steps differ.
-
-    Args:
-        link_busy_s, cpu_busy_s: how long each path worked during the step.
-        miss_s: what one more miss costs the step, in seconds. 0 or less where hits take longer
-            anyway: nothing that comes in is worth its slot.
-    """
-    if not rates.link_experts_per_s or step_s <= 0:
-        return Allowance(0.0, 0.0)
-    copy_s = 1 / rates.link_experts_per_s
-    fills = 0.75 * max(0.0, step_s - link_busy_s) / copy_s
-    slowed_s = copy_s * (link_busy_s + (1 - rates.cpu_beside_link) * cpu_busy_s) / step_s
-    return Allowance(fills, slowed_s / max(miss_s, NO_MISS_S), miss_s > 0)

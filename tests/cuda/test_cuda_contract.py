@@ -19,7 +19,8 @@ from test_contract import ORACLES, requests
 from ftd.engine.api import Sampling
 from ftd.engine.cuda_runner import CudaRunner
 from ftd.errors import EngineFailed
-from ftd.experts.split import Allowance, PromptRates
+from ftd.experts.costs import Allowance
+from ftd.experts.split import PromptRates
 from ftd.kernels.cpu import native
 from ftd.schedule.pauses import Pauses
 

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ftd.experts.costs import Allowance
 from ftd.experts.host_pool import HostPool
 from ftd.experts.residents import DECODE_TOKENS
 from ftd.experts.runtime import ExpertRuntime
 from ftd.experts.slots import EMPTY
-from ftd.experts.split import Allowance
 from ftd.experts.trace import TraceRecorder
 from ftd.kernels.formats import FORMATS, expert_layout
 from ftd.kernels.reference import TorchOps

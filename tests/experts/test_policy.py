@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftd.experts import policy
+from ftd.experts.costs import Allowance
 from ftd.experts.policy import Tuning
-from ftd.experts.split import Allowance
 
 TUNING = Tuning()
 NOTHING = Allowance(0.0, 0.0)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from ftd.experts.split import (
     PromptRates,
     Rates,
-    background_allowance,
     beside_copies,
     fetch_table,
     finish_s,
@@ -130,20 +129,6 @@ def test_known_machine_splits_as_its_rates_say():
     assert table[:3] == (0, 0, 0)
     share = 0.82 * 5000 / (0.82 * 5000 + 0.73 * 12_700)
     assert table[64] == pytest.approx(64 * share, abs=1)
-
-
-@given(rates, st.floats(1e-4, 1), st.floats(0, 1), st.floats(0, 1))
-def test_background_fills_fit_into_the_idle_link(r, step_s, link_share, cpu_share):
-    allowance = background_allowance(r, step_s, link_share * step_s, cpu_share * step_s, 1e-4)
-    idle_s = step_s * (1 - link_share)
-    assert 0 <= allowance.fills <= idle_s * r.link_experts_per_s + 1e-9
-    assert allowance.cost_misses >= 0
-
-
-def test_background_fills_are_free_beside_idle_paths_and_none_without_a_link():
-    assert background_allowance(H200, 1e-3, 0, 0, 1e-4).cost_misses == 0
-    no_link = Rates(0.0, 0.0, 1000.0, 0.0)
-    assert background_allowance(no_link, 1e-3, 0, 1e-3, 1e-4).fills == 0
 
 
 @pytest.mark.parametrize("parts", [1, 12])

@@ -1,0 +1,110 @@
+"""What its misses cost a decode step, and what a background fill beside it would. Pure.
+
+From how many experts of each layer were missed and hit, and from measured rates. A layer waits for
+the latest of link, CPU and the GPU's own memory; what is hidden behind the latest costs nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+
+import numpy as np
+
+from ftd.experts.split import Rates, finish_s
+
+LEARNT = 0.2  # of a step, by the means over steps
+LEFT_IDLE = 0.25  # of the link's idle time, since steps differ
+NO_MISS_S = 1e-9  # a miss that costs less costs nothing: no fill earns what it takes
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """What background fills may take from the next step."""
+
+    fills: float  # how many, on average: a fraction is saved up
+    cost_misses: float  # what one fill slows the step, counted in average misses
+    worth: bool = True  # a miss less makes the step faster
+
+
+def layer_s(
+    rates: Rates, on_link: float, on_cpu: float, both_fixed_s: float = 0.0
+) -> tuple[float, float, float]:
+    """Until the link, the CPU, and a layer's missed experts are done.
+
+    Args:
+        both_fixed_s: what the layer takes more where both have some of them.
+    """
+    link_s, cpu_s = finish_s(rates, on_link, on_cpu)
+    return link_s, cpu_s, max(link_s, cpu_s) + (both_fixed_s if link_s and cpu_s else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Of one decode step, or means over the last five or so."""
+
+    step_s: float = 0.0
+    link_busy_s: float = 0.0  # with misses
+    cpu_busy_s: float = 0.0
+    saved_s: float = 0.0  # had each miss alone been a hit
+    misses: float = 0.0
+
+    @property
+    def miss_s(self) -> float:
+        """What a miss costs more than a hit. Less than 0 where hits take longer anyway."""
+        return self.saved_s / self.misses if self.misses else 0.0
+
+    def after(self, step: StepTimes) -> StepTimes:
+        """These means, and one more step."""
+        if not self.step_s:
+            return step
+        pairs = zip(astuple(self), astuple(step), strict=True)
+        return StepTimes(*(mean + LEARNT * (new - mean) for mean, new in pairs))
+
+
+def step_times(
+    layers_s: np.ndarray, misses: np.ndarray, hits: np.ndarray, hit_s: float, rest_s: float = 0.0
+) -> StepTimes:
+    """
+    Args:
+        layers_s: [L, 3] what ``layer_s`` says of each layer.
+        misses, hits: [L] distinct experts.
+        hit_s: of one resident expert.
+        rest_s: of the step, beside its experts.
+    """
+    link_s, cpu_s, waits_s = layers_s.T
+    hits_s = hits * hit_s
+    took_s = np.maximum(waits_s, hits_s)
+    # of each miss: what its layer would take if it were a hit
+    fewer_s = np.maximum(waits_s * (1 - 1 / np.maximum(misses, 1)), hits_s + hit_s)
+    return StepTimes(
+        step_s=float(took_s.sum()) + rest_s,
+        link_busy_s=float(link_s.sum()),
+        cpu_busy_s=float(cpu_s.sum()),
+        saved_s=float((misses * (took_s - fewer_s)).sum()),
+        misses=float(misses.sum()),
+    )
+
+
+def fill_s(rates: Rates, times: StepTimes) -> float:
+    """By how much one background fill slows such a step, wherever in it the copy falls.
+
+    Where it meets a read of a miss it delays it by the whole copy, where it meets the CPU it takes
+    DRAM rate away, elsewhere it is free.
+    """
+    met_s = times.link_busy_s + (1 - rates.cpu_beside_link) * times.cpu_busy_s
+    return met_s / (rates.link_experts_per_s * times.step_s)
+
+
+def allowance(rates: Rates, times: StepTimes) -> Allowance:
+    """How many experts the idle link can bring beside such steps, and at which price.
+
+    Where hits take longer than misses anyway nothing that comes in is worth its slot.
+    """
+    if not rates.link_experts_per_s or times.step_s <= 0:
+        return Allowance(0.0, 0.0)
+    idle_s = max(0.0, times.step_s - times.link_busy_s)
+    return Allowance(
+        fills=(1 - LEFT_IDLE) * idle_s * rates.link_experts_per_s,
+        cost_misses=fill_s(rates, times) / max(times.miss_s, NO_MISS_S),
+        worth=times.miss_s > 0,
+    )

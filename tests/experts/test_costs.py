@@ -1,0 +1,90 @@
+"""What misses cost a step, and the price of a background fill, where both are known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftd.experts.costs import StepTimes, allowance, fill_s, layer_s, step_times
+from ftd.experts.split import Rates, fetch_table
+
+LINK = Rates(1000.0, 0.0, 0.0, 0.0)  # a millisecond for one expert
+BOTH = Rates(1000.0, 0.0, 1000.0, 0.0, cpu_beside_link=0.5)
+
+
+def link_step(misses: list[int], hits: list[int], hit_s: float, rest_s: float) -> StepTimes:
+    layers_s = np.array([layer_s(LINK, missed, 0) for missed in misses])
+    return step_times(layers_s, np.array(misses), np.array(hits), hit_s, rest_s)
+
+
+def test_a_fill_delays_the_reads_it_meets():
+    """Half of the step the link reads misses."""
+    step = link_step([2, 0], [0, 2], hit_s=0.0, rest_s=2e-3)
+    assert step == StepTimes(4e-3, link_busy_s=2e-3, saved_s=2e-3, misses=2)
+    assert fill_s(LINK, step) == pytest.approx(0.5e-3)
+    assert allowance(LINK, step).cost_misses == pytest.approx(0.5)
+    assert allowance(LINK, step).fills == pytest.approx(0.75 * 2)
+
+
+def test_a_fill_beside_the_cpu_alone_takes_dram_rate_away():
+    step = step_times(np.array([layer_s(BOTH, 0, 1)]), np.array([1]), np.array([0]), 0.0)
+    assert (step.link_busy_s, step.cpu_busy_s) == (0, 1e-3)
+    assert fill_s(BOTH, step) == pytest.approx(0.5e-3)
+    assert fill_s(BOTH, replace(step, cpu_busy_s=0.0)) == 0
+
+
+def test_what_the_hits_hide_costs_nothing():
+    """The GPU's own memory takes 5 ms: one miss less would be one hit more."""
+    step = link_step([1], [5], hit_s=1e-3, rest_s=0.0)
+    assert (step.step_s, step.saved_s) == (5e-3, pytest.approx(-1e-3))
+    assert not allowance(LINK, step).worth
+
+
+def test_a_layer_that_both_compute_takes_more_than_the_later_of_them():
+    link_s, cpu_s, both_s = layer_s(BOTH, 1, 1, both_fixed_s=1e-4)
+    assert both_s == pytest.approx(max(link_s, cpu_s) + 1e-4)
+    assert layer_s(BOTH, 1, 0, both_fixed_s=1e-4) == (1e-3, 0, 1e-3)
+    assert layer_s(BOTH, 0, 1, both_fixed_s=1e-4) == (0, 1e-3, 1e-3)
+
+
+def test_means_follow_a_change_within_tens_of_steps():
+    pace = StepTimes().after(StepTimes(1e-3, misses=3))
+    assert pace == StepTimes(1e-3, misses=3), "the first step is all that is known"
+    for _ in range(20):
+        pace = pace.after(StepTimes(2e-3))
+    assert pace.step_s == pytest.approx(2e-3, rel=0.02)
+
+
+def test_without_a_link_or_a_step_nothing_is_filled():
+    no_link = Rates(0.0, 0.0, 1000.0, 0.0)
+    assert allowance(no_link, StepTimes(1e-3, saved_s=1e-4, misses=1)).fills == 0
+    assert allowance(LINK, StepTimes()).fills == 0
+
+
+rates = st.builds(
+    Rates,
+    st.sampled_from([0.0, 1000.0, 50_000.0]),
+    st.floats(0, 1e-4),
+    st.floats(100, 1e5),
+    st.floats(0, 1e-4),
+    st.floats(0.05, 1),
+    st.floats(0.05, 1),
+)
+
+
+@given(rates, st.integers(0, 2**32 - 1), st.floats(0, 1e-4), st.floats(0, 1e-2))
+def test_fills_fit_into_the_idle_link_and_take_no_more_than_a_copy(r, seed, hit_s, rest_s):
+    misses = np.random.default_rng(seed).integers(0, 5, 6)
+    on_link = np.array(fetch_table(r, 4, 12))[misses]
+    layers_s = np.array([layer_s(r, f, m - f) for m, f in zip(misses, on_link, strict=True)])
+    step = step_times(layers_s, misses, 8 - misses, hit_s, rest_s)
+    offer = allowance(r, step)
+    idle_s = step.step_s - step.link_busy_s
+    assert -1e-9 <= offer.fills <= idle_s * r.link_experts_per_s + 1e-9
+    assert offer.cost_misses >= 0
+    if r.link_experts_per_s and step.step_s:
+        assert 0 <= fill_s(r, step) * r.link_experts_per_s <= 2
