@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ftd.kernels.activation import SILU
 from ftd.kernels.cpu import native
+from ftd.kernels.cpu.calibration import calibrate
 from ftd.kernels.cpu.native import NativeOps
 from ftd.kernels.formats import (
     FORMATS,
@@ -226,7 +227,7 @@ def bench_format(
     if args.prefetch is None:
         act = getattr(torch, args.act)
         seconds = args.calibrate_seconds
-        ops.calibrate(layout, address, act, args.experts_per_token, seconds)
+        calibrate(ops, layout, address, act, args.experts_per_token, seconds)
     else:
         ops.set_prefetch(layout, args.prefetch, args.prefetch)
     distance = "/".join(f"{b / 1024:g}" for b in ops.prefetch_bytes or ())

@@ -101,10 +101,10 @@ def cases(act: torch.dtype) -> dict[str, Callable]:
 
 
 def check(library: Path, threads: int | None) -> bool:
-    from ftd.kernels.cpu import native
+    from ftd.kernels.cpu.library import Library
     from ftd.kernels.reference import TorchOps
 
-    isas = native.Library(library).isas()
+    isas = Library(library).isas()
     print("instruction sets:", ", ".join(f"{n}{'' if y else ' (no)'}" for n, y in isas.items()))
     here = [name for name, supported in isas.items() if supported]
     good = True

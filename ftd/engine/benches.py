@@ -17,6 +17,7 @@ from ftd.experts.host_pool import HostPool
 from ftd.experts.profile import Key
 from ftd.experts.profile_store import ProfileStore
 from ftd.experts.runtime import ExpertRuntime
+from ftd.kernels.cpu.calibration import calibrate
 from ftd.kernels.cpu.native import NativeOps
 from ftd.kernels.ops import Ops
 from ftd.memory.machine import processor_name
@@ -90,7 +91,7 @@ def tune_cpu(
         return
     addresses = torch.cat([pool.addresses(layer) for layer in prepared.spec.moe_layers])
     of = _moe(prepared.spec).experts_per_token
-    found = ops.calibrate(prepared.layout, addresses, act, of, TUNE_S)
+    found = calibrate(ops, prepared.layout, addresses, act, of, TUNE_S)
     log.info(
         "kernels.calibrated",
         prefetch_bytes=found.prefetch_bytes,

@@ -33,7 +33,7 @@ from ftd.engine.device_draws import RowDraws
 from ftd.engine.recurrence import StateMoves
 from ftd.engine.runner import Drawn, StepResult, drawing, ends_of
 from ftd.engine.sampling import SamplingState
-from ftd.kernels.cpu.native import usable_cores
+from ftd.kernels.cpu.topology import usable_cores
 from ftd.model.architecture import Experts, Model
 from ftd.model.step import StepInput
 

@@ -42,6 +42,7 @@ from ftd.experts.host_pool import HostPool
 from ftd.experts.runtime import ExpertRuntime
 from ftd.kernels.cpu import native
 from ftd.kernels.cpu.library import unavailable_reason
+from ftd.kernels.cpu.topology import default_threads, usable_cores
 from ftd.kernels.formats import Matrix
 from ftd.kernels.ops import Ops
 from ftd.kernels.reference import TorchOps
@@ -423,7 +424,7 @@ def _ops(config: Config, pool: HostPool, undo: ExitStack) -> Ops:
     threads = None if config.cpu_threads == "auto" else config.cpu_threads
     ops = native.load(config.cpu_isa, threads)
     if ops is None:
-        torch.set_num_threads(threads or native.default_threads(native.usable_cores()))
+        torch.set_num_threads(threads or default_threads(usable_cores()))
         log.warning(
             "kernels.missing",
             reason=unavailable_reason(),

@@ -6,49 +6,24 @@ optional: ``load`` returns None without it, and ``unavailable_reason`` says why.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from ctypes import Structure, byref, c_int32
-from dataclasses import dataclass
+from collections.abc import Callable
+from ctypes import Structure, byref
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import TypeVar
 
 import torch
 
-from ftd.errors import ConfigError
-
 from ..activation import SILU, Activation
 from ..composed import ComposedOps
 from ..formats import FORMATS, ExpertLayout, Matrix, PackedMatrix
-from .library import (
-    ActivationRecord,
-    LayoutRecord,
-    Library,
-    MatrixRecord,
-    PoolPlan,
-    unavailable_reason,
-)
-from .topology import Node, default_threads, discover_nodes, place_threads, usable_cores
-
-PARK_AFTER_US = 200  # waking a sleeping worker costs 50 µs: more than a layer's work
-PREFETCH_CHOICES_BYTES = (0, 2048, 8192, 16384)
-CALIBRATION_TOKENS = (1, 2)  # with more, AMX takes over and finds its own way
+from .library import ActivationRecord, LayoutRecord, Library, MatrixRecord, unavailable_reason
+from .pool import PARK_AFTER_US, CpuPool
 
 _CODE = {row.dtype: row.code for row in FORMATS.values() if not row.scaled}
 _PLAIN = {dtype: MatrixRecord(code, 0, 0, 0, -1) for dtype, code in _CODE.items()}
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """What ``NativeOps.calibrate`` measured and set."""
-
-    prefetch_bytes: tuple[int, int]  # for one token, for several
-    expert_bytes_per_s: tuple[float, float]  # expert weights, for one token and for two
-    read_bytes_per_s: float  # plain read of the same memory by the same threads
 
 
 def load(
@@ -75,71 +50,6 @@ def load(
     opened = Library(library)
     name = opened.choose_isa(isa)
     return NativeOps(CpuPool(opened, threads, pin=pin, park_after_us=park_after_us), name)
-
-
-class CpuPool:
-    """The threads that compute: the caller of an operation and ``threads - 1`` workers.
-
-    Workers spin for ``park_after_us`` after their last work, then sleep.
-    """
-
-    def __init__(
-        self,
-        library: Library,
-        threads: int | None = None,
-        *,
-        pin: bool = False,
-        nodes: Sequence[Node] | None = None,
-        park_after_us: int = PARK_AFTER_US,
-    ) -> None:
-        self.threads = default_threads(usable_cores()) if threads is None else threads
-        assert self.threads >= 1, self.threads
-        self.nodes = tuple(nodes or discover_nodes())
-        self.library = library
-        placement = place_threads(self.threads, self.nodes, pin)
-        cpus = [cpu for group in placement.cpus for cpu in group]
-        ends, end = [], 0
-        for group in placement.cpus:
-            ends.append(end := end + len(group))
-        plan = PoolPlan(
-            self.threads,
-            len(self.nodes),
-            (c_int32 * self.threads)(*placement.node),
-            (c_int32 * self.threads)(*ends),
-            (c_int32 * max(1, len(cpus)))(*cpus),
-            park_after_us,
-        )
-        self.handle = library.functions.ftd_pool_create(byref(plan))
-        if not self.handle:
-            raise ConfigError(
-                f"{self.threads} CPU threads cannot be started",
-                hint="lower cpu_threads, or raise the limit on threads (ulimit -u, TasksMax)",
-            )
-
-    def wake(self) -> None:
-        """Before a step: sleeping workers start spinning."""
-        self.library.functions.ftd_pool_wake(self.handle)
-
-    @property
-    def finished(self) -> int:
-        """Units of work done so far: grows while the pool is alive and busy."""
-        return self.library.functions.ftd_pool_finished(self.handle)
-
-    @property
-    def parked(self) -> int:
-        """Workers asleep."""
-        return self.library.functions.ftd_pool_parked(self.handle)
-
-    def place(self, address: int, num_bytes: int, node: int) -> None:
-        """Say on which ``Node.number`` memory lies: its experts are computed there first."""
-        index = [n.number for n in self.nodes].index(node)
-        self.library.functions.ftd_pool_place(self.handle, address, num_bytes, index)
-
-    def close(self) -> None:
-        """End the threads; no operation may run or follow."""
-        handle, self.handle = self.handle, None
-        if handle:
-            self.library.functions.ftd_pool_destroy(handle)
 
 
 class NativeOps(ComposedOps):
@@ -465,51 +375,3 @@ class NativeOps(ComposedOps):
         for several, distance in enumerate((one_bytes, several_bytes)):
             for code in {matrix.format.code for matrix in layout.matrices.values()}:
                 self._c.ftd_ops_prefetch(self._ops, code, several, distance)
-
-    def calibrate(
-        self,
-        layout: ExpertLayout,
-        address: torch.Tensor,  # [E] int64, as for moe
-        act: torch.dtype,
-        experts_per_token: int,
-        seconds: float = 1.0,
-    ) -> Calibration:
-        """Measure prefetch distances on real experts, set the best, report the rates reached.
-
-        The best distance depends on the processor, the format and the number of tokens; a wrong one
-        costs up to half the speed. Candidates take turns, so that noise meets them alike. Takes
-        about ``seconds``, and longer where one round of all candidates does.
-        """
-        generator = torch.Generator().manual_seed(0)
-        per_token = min(experts_per_token, address.numel())
-
-        def draw() -> torch.Tensor:
-            return torch.randperm(address.numel(), generator=generator)[:per_token]
-
-        best, rates = [], []
-        for tokens in CALIBRATION_TOKENS:
-            x = torch.randn(tokens, layout.hidden, generator=generator).to(act)
-            weights = torch.full((tokens, per_token), 1.0 / per_token)
-            samples: dict[int, list[float]] = {c: [] for c in PREFETCH_CHOICES_BYTES}
-            deadline = time.perf_counter() + seconds * 0.45
-            while time.perf_counter() < deadline or not all(samples.values()):
-                for choice in PREFETCH_CHOICES_BYTES:
-                    self.set_prefetch(layout, choice, choice)
-                    ids = draw().to(torch.int32).repeat(tokens, 1)
-                    self.pool.wake()
-                    begin = time.perf_counter()
-                    self.moe(x, ids, weights, address, layout)
-                    samples[choice].append(time.perf_counter() - begin)
-            took = {choice: median(values) for choice, values in samples.items()}
-            best.append(min(took, key=took.__getitem__))
-            rates.append(per_token * layout.payload_bytes / took[best[-1]])
-        self.set_prefetch(layout, best[0], best[1])
-
-        reads: list[float] = []
-        deadline = time.perf_counter() + seconds * 0.1
-        while time.perf_counter() < deadline or not reads:
-            records = address[draw()]
-            begin = time.perf_counter()
-            self.read(records, layout.payload_bytes)
-            reads.append(per_token * layout.payload_bytes / (time.perf_counter() - begin))
-        return Calibration((best[0], best[1]), (rates[0], rates[1]), median(reads))

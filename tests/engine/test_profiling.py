@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from driving import answer_all, engine_core, request
 
+from ftd.engine import benches
 from ftd.engine.measuring import profiling_of
 from ftd.engine.profiling import Profiling
 from ftd.errors import Busy, ConfigError
@@ -194,16 +195,16 @@ def test_an_engine_measures_between_its_steps(script_model_dir, tmp_path):
 def test_kernels_are_tuned_once_for_all_starts(script_model_dir, tmp_path, monkeypatch):
     if native.unavailable_reason() is not None:
         pytest.skip("the C++ kernels are not built")
-    monkeypatch.setattr("ftd.engine.benches.TUNE_FROM_BYTES", 1)
-    monkeypatch.setattr("ftd.engine.benches.TUNE_S", 0.01)
+    monkeypatch.setattr(benches, "TUNE_FROM_BYTES", 1)
+    monkeypatch.setattr(benches, "TUNE_S", 0.01)
     tried = []
-    calibrate = native.NativeOps.calibrate
+    calibrate = benches.calibrate
 
     def watched(ops, *args):
         tried.append(calibrate(ops, *args).prefetch_bytes)
         return calibrate(ops, *args)
 
-    monkeypatch.setattr(native.NativeOps, "calibrate", watched)
+    monkeypatch.setattr(benches, "calibrate", watched)
     with engine_core(script_model_dir, profile_dir=tmp_path) as core:
         profiling = core.steps.profiling
         profile = replace(PROFILE, key=profiling._bench.key, prefetch_bytes=(8192, 2048))

@@ -12,7 +12,9 @@ import torch
 
 from ftd.errors import ConfigError
 from ftd.kernels.cpu import native
-from ftd.kernels.cpu.native import CpuPool, Library, NativeOps
+from ftd.kernels.cpu.library import Library
+from ftd.kernels.cpu.native import NativeOps
+from ftd.kernels.cpu.pool import CpuPool
 from ftd.kernels.cpu.topology import Node
 from ftd.kernels.formats import FORMATS, expert_layout
 

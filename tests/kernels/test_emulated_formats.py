@@ -18,7 +18,8 @@ from test_native_formats import (  # noqa: F401
 )
 
 from ftd.kernels.cpu import native
-from ftd.kernels.cpu.native import Library, NativeOps
+from ftd.kernels.cpu.library import Library
+from ftd.kernels.cpu.native import NativeOps
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or not Library().isas().get("avx2"), reason="no g++ or no AVX2"

@@ -10,7 +10,7 @@ from packed_weights import random_records
 
 from ftd.kernels.activation import GPT_OSS, SILU
 from ftd.kernels.cpu import native
-from ftd.kernels.cpu.native import Library
+from ftd.kernels.cpu.library import Library
 from ftd.kernels.cpu.service import ExpertService, Mailbox
 from ftd.kernels.formats import FORMATS, expert_layout
 from ftd.kernels.reference import expert_product

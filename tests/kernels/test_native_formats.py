@@ -10,7 +10,8 @@ from packed_weights import random_expert, random_matrix, random_records
 
 from ftd.kernels.activation import GPT_OSS, SILU, Activation
 from ftd.kernels.cpu import native
-from ftd.kernels.cpu.native import Library, NativeOps
+from ftd.kernels.cpu.library import Library
+from ftd.kernels.cpu.native import NativeOps
 from ftd.kernels.decode import decode
 from ftd.kernels.formats import scaled_formats
 from ftd.kernels.reference import TorchOps

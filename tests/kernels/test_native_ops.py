@@ -10,7 +10,9 @@ import torch
 from ftd.errors import ConfigError
 from ftd.kernels.activation import SILU
 from ftd.kernels.cpu import native
-from ftd.kernels.cpu.native import Library, NativeOps
+from ftd.kernels.cpu.calibration import PREFETCH_CHOICES_BYTES, calibrate
+from ftd.kernels.cpu.library import Library
+from ftd.kernels.cpu.native import NativeOps
 from ftd.kernels.delta import delta_scan
 from ftd.kernels.formats import FORMATS, expert_layout
 from ftd.kernels.reference import TorchOps
@@ -473,8 +475,8 @@ def test_auto_takes_the_best_instruction_set():
 def test_calibration_sets_a_distance_and_reports_rates():
     records, address, layout = experts(torch.bfloat16, 64, 48, 4)
     ops = native.load(threads=2)
-    found = ops.calibrate(layout, address, torch.bfloat16, 2, seconds=0.02)
-    assert set(found.prefetch_bytes) <= set(native.PREFETCH_CHOICES_BYTES)
+    found = calibrate(ops, layout, address, torch.bfloat16, 2, seconds=0.02)
+    assert set(found.prefetch_bytes) <= set(PREFETCH_CHOICES_BYTES)
     assert min(*found.expert_bytes_per_s, found.read_bytes_per_s) > 0
     ops.close()
     del records
