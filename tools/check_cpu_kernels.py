@@ -101,6 +101,7 @@ def cases(act: torch.dtype) -> dict[str, Callable]:
 
 
 def check(library: Path, threads: int | None) -> bool:
+    from ftd.kernels.cpu import native
     from ftd.kernels.cpu.library import Library
     from ftd.kernels.reference import TorchOps
 
