@@ -99,9 +99,6 @@ class TickingCore:
     def in_prefill(self, request_id: str) -> bool:
         return False
 
-    def request_ids(self) -> list[str]:
-        return list(self._running)
-
     def status(self) -> Any:
         from ftd.engine.api import EngineStatus
 

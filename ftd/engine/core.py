@@ -114,9 +114,6 @@ class EngineCore:
     def in_prefill(self, request_id: str) -> bool:
         return self._beside.is_in_pass(request_id)
 
-    def request_ids(self) -> list[str]:
-        return self.roster.keys()
-
     def settle(self) -> list[Output]:
         """Finish what was launched ahead: nothing is in flight afterwards."""
         step, self._ahead = self._ahead, None

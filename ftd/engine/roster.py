@@ -31,9 +31,6 @@ class Roster:
 
     # ---- who there is
 
-    def keys(self) -> list[str]:
-        return [*self.running, *self.waiting]
-
     def is_running(self, answering: Answering) -> bool:
         return self.running.get(answering.key) is answering
 

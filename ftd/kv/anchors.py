@@ -59,7 +59,6 @@ class KeptAnchor:
     position: int
     kind: AnchorKind
     session: str
-    made_s: float
     used_s: float
     hits: int = 0  # matches that ended at it, or behind it before the next
     saved: float = 0.0  # by those, in seconds if a first token takes one (``value.Cost``)

@@ -120,7 +120,7 @@ class Run:
         """Note an anchor at a position within the run."""
         kept = self.anchors.get(anchor.position)
         if kept is None:
-            kept = KeptAnchor(anchor.position, anchor.kind, session, now_s, now_s)
+            kept = KeptAnchor(anchor.position, anchor.kind, session, now_s)
             self.anchors[anchor.position] = kept
         if anchor.kind is not AnchorKind.FORK:  # says less than any other
             kept.kind = anchor.kind

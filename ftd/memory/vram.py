@@ -133,7 +133,7 @@ def divide(
         pages = max(least_pages, min(wanted_pages, share // page_bytes))
     left = room_bytes - pages * page_bytes
     if left < (asked or 0) * record_bytes:
-        _refuse(config, room_bytes + fixed_bytes, fixed_bytes, states_bytes, pages * page_bytes,
+        _refuse(room_bytes + fixed_bytes, fixed_bytes, states_bytes, pages * page_bytes,
                 (asked or 0) * record_bytes)  # fmt: skip
     if (num_experts if asked is None else asked) == num_experts <= left // record_bytes:
         return Division(pages, num_experts, 0)  # nothing is ever missed
@@ -144,7 +144,7 @@ def divide(
     return Division(pages, min(num_experts, left // record_bytes - staging), staging)
 
 
-def _refuse(config: Config, budget: int, fixed: int, states: int, kv: int, slots: int) -> NoReturn:
+def _refuse(budget: int, fixed: int, states: int, kv: int, slots: int) -> NoReturn:
     parts = f"{format_bytes(fixed)} beside KV and slots, {format_bytes(kv)} of KV"
     if slots:
         parts += f", {format_bytes(slots)} of expert slots"

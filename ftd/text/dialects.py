@@ -421,12 +421,6 @@ class Markup:
         symbol = SYMBOL.search(self.dialect.block[0])
         return next((t for t, s in self.symbols.items() if symbol and s == symbol[0]), None)
 
-    @property
-    def end_of_thinking(self) -> str | None:
-        """What ends thinking, as the template writes it: to be forced when a budget is used up."""
-        think = self.spelled.think
-        return f"{think.trail}{think.close}{think.after}" if think and think.close else None
-
 
 def markers_of(value: Any) -> Iterator[str]:
     """All markers in a dialect or in a part of one."""

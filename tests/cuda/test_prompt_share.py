@@ -86,7 +86,7 @@ def test_steps_are_launched_one_behind_the_other_in_pauses(often):
         follow, followed = core.runner.follow, []
 
         def counted(*args):
-            followed.append(any(core.in_prefill(key) for key in core.request_ids()))
+            followed.append(any(core.in_prefill(key) for key in core.roster.running))
             table = core.experts.division.shared.fetch_of
             assert bool(table.any()) != followed[-1], "in pauses all misses are the CPU's"
             return follow(*args)

@@ -57,9 +57,6 @@ class CountingCore:
     def in_prefill(self, request_id: str) -> bool:
         return request_id in self.prefill
 
-    def request_ids(self) -> list[str]:
-        return list(self.left)
-
     def step(self) -> list[Output]:
         if self.fail:
             raise self.fail
@@ -271,7 +268,7 @@ async def test_drain_waits_for_the_running_and_refuses_the_new(engine, core):
 
 
 async def test_a_call_runs_between_steps_and_its_error_comes_back(engine):
-    assert await engine.at_safe_point(lambda core: core.request_ids()) == []
+    assert await engine.at_safe_point(lambda core: list(core.left)) == []
     assert await engine.at_safe_point(lambda _: threading.current_thread().name) == "ftd-engine"
     with pytest.raises(ZeroDivisionError):
         await engine.at_safe_point(lambda _: 1 / 0)
