@@ -120,7 +120,7 @@ void pack(const void* x, int type, int64_t first, int64_t count, int64_t inputs,
     memset(to + count, 0, size_t(round_up(inputs, kStep) - inputs) * sizeof(bf16));
 }
 
-constexpr Matmul kMatmul = {1, kStep, sizeof(bf16), pack, matmul};
+constexpr Matmul kMatmul = {1, kStep, sizeof(bf16), pack, matmul, 1, 4};
 
 }  // namespace
 

@@ -114,11 +114,12 @@ struct Matmul {
   int step;     // inputs are padded with zeros to a multiple of this
   int x_bytes;  // of one packed input
   // Packs inputs [first, first + count) of a token into its lane of a group. The piece that ends
-  // the row also writes the padding. first is a multiple of kPackAlign.
+  // the row also writes the padding. first is a multiple of ``piece``.
   void (*pack)(const void* x, int type, int64_t first, int64_t count, int64_t inputs, int lane,
                void* group);
   void (*run)(const MatmulCall& call);
-  int64_t from = 1;  // tokens that it is worth it for
+  int64_t from = 1;            // tokens that it is worth it for
+  int64_t piece = kPackAlign;  // rows whose results are packed for it are dealt out in multiples
 
   int64_t group_bytes(int64_t inputs) const { return round_up(inputs, step) * x_bytes * group; }
 };

@@ -42,6 +42,7 @@ struct Moe {
   int64_t num_routes;
 };
 
+constexpr int64_t kMostAhead = 128 << 10;    // bytes that wait in a thread's cache for their turn
 constexpr int64_t kProductFloats = 4 << 20;  // of down's results before they are added: 16 MiB
 
 // Units of a job, and where each node's end: its experts come first for its threads.
@@ -54,7 +55,13 @@ struct Job {
 // So many rows of each group; ``of_h``: of the gate and up matrices, of which some may be computed
 // only in part.
 Job deal_out(const Moe& moe, Pool& pool, int64_t rows, bool of_h) {
-  const Deal deal(moe.num_groups, rows, pool.threads());
+  const FtdExpertLayout& layout = moe.layout;
+  const int64_t bytes = of_h ? 2 * row_bytes(layout.gate.format, layout.hidden)
+                             : row_bytes(layout.down.format, layout.inner);
+  int64_t piece = 1;
+  for (int64_t g = 0; g < moe.num_groups; ++g)
+    piece = greatest(piece, greatest(moe.groups[g].gate_up->piece, moe.groups[g].down->piece));
+  const Deal deal(moe.num_groups, rows, pool.threads(), piece, bytes);
   Job job = {pool.shared().take<Unit>(size_t(deal.most_units())), 0,
              pool.shared().take<int64_t>(size_t(pool.nodes()))};
   Unit* end = job.units;
@@ -203,13 +210,14 @@ void gate_up_rows(const Moe& moe, FtdOps& ops, const Unit& unit, const Unit* nex
 }
 
 // The first ``group.inner`` inputs of rows: one by one, as they do not follow each other in memory.
-void part_of_rows(const Group& group, const Matrix& w2, int64_t first, int64_t rows, float* out,
-                  int64_t out_stride, int64_t prefetch) {
+// known: rows up to here are this thread's, most likely.
+void part_of_rows(const Group& group, const Matrix& w2, int64_t first, int64_t rows, int64_t known,
+                  float* out, int64_t out_stride, int64_t prefetch) {
   const int64_t bytes = row_bytes(w2.format, w2.inputs), used = row_bytes(w2.format, group.inner);
   const int64_t ahead = greatest(1, prefetch / used);
   for (int64_t row = first; row < first + rows; ++row) {
     const uint8_t* next = w2.numbers + (row + ahead) * bytes;
-    for (int64_t byte = 0; row + ahead < first + rows && byte < used; byte += 64)
+    for (int64_t byte = 0; row + ahead < known && byte < used; byte += 64)
       __builtin_prefetch(next + byte, 0, 2);
     Matrix part = w2;
     part.inputs = group.inner;
@@ -249,10 +257,33 @@ void down_rows(const Moe& moe, FtdOps& ops, const Unit& unit, const Unit* next, 
     group.down->run(by_w2);
     add_bias(ops, w2, first, rows, out, group.count, out_stride);
   } else {
-    part_of_rows(group, w2, first, rows, out, out_stride, prefetch);
+    const Unit& last = next && next->group == unit.group ? *next : unit;
+    part_of_rows(group, w2, first, rows, column + last.first + last.rows, out, out_stride,
+                 prefetch);
   }
   for (int64_t i = 0; !products && group.count > 1 && i < group.count; ++i)
     memcpy(y + group.routes[i] * layout.hidden + first, out + i * rows, size_t(rows) * sizeof *out);
+}
+
+// What each thread reads first of the down matrices: the rows of its run that belong to one expert.
+const Pool::Ahead* first_of_down(const Moe& moe, Pool& pool, const Job& down) {
+  Pool::Run* runs = pool.shared().take<Pool::Run>(size_t(pool.threads()));
+  Pool::Ahead* ahead = pool.shared().take<Pool::Ahead>(size_t(pool.threads()));
+  pool.deal(down.count, down.ends, runs);
+  for (int t = 0; t < pool.threads(); ++t) {
+    ahead[t] = {};
+    if (runs[t].first == runs[t].end) continue;
+    const Unit& unit = down.units[runs[t].first];
+    const Group& group = moe.groups[unit.group];
+    const Matrix w2(group.record, moe.layout.down, moe.layout.inner);
+    ahead[t].stride = row_bytes(w2.format, w2.inputs);
+    ahead[t].from = reinterpret_cast<const char*>(w2.numbers) + unit.first * ahead[t].stride;
+    ahead[t].bytes = row_bytes(w2.format, group.inner);
+    for (int64_t u = runs[t].first; u < runs[t].end && down.units[u].group == unit.group; ++u)
+      ahead[t].pieces += down.units[u].rows;
+    ahead[t].pieces = least(ahead[t].pieces, kMostAhead / ahead[t].bytes);
+  }
+  return ahead;
 }
 
 // Some columns of one token's y.
@@ -291,16 +322,17 @@ int32_t ftd::moe(FtdOps* ops, const void* x, int32_t act, const int32_t* ids, co
   const int64_t width = weights ? least(hidden, greatest(kPackAlign, fitting)) : hidden;
   float* products = weights ? pool.shared().take<float>(size_t(moe.num_routes * width)) : nullptr;
   const Job up = deal_out(moe, pool, inner, true);
+  const Job first_down = deal_out(moe, pool, width, false);
   share(
       pool, up.count, 2 * hidden * row_cost,
       [&](int64_t unit, int64_t next, int thread) {
         gate_up_rows(moe, *ops, up.units[unit], next < 0 ? nullptr : up.units + next,
                      pool.fresh(thread));
       },
-      up.ends);
+      up.ends, first_of_down(moe, pool, first_down));
   for (int64_t column = 0; column < hidden; column += width) {
     const int64_t columns = least(width, hidden - column);
-    const Job down = deal_out(moe, pool, columns, false);
+    const Job down = column ? deal_out(moe, pool, columns, false) : first_down;
     share(
         pool, down.count, columns * row_cost,
         [&](int64_t unit, int64_t next, int thread) {

@@ -46,8 +46,9 @@ inline int64_t cost_of(int64_t bytes, int64_t multiplications) {
 
 // Pool::run where the work as a whole is worth it.
 template <class Work>
-void share(Pool& pool, int64_t units, int64_t cost, Work&& work, const int64_t* ends = nullptr) {
-  if (cost >= kWorthSharing) return pool.run(units, work, ends);
+void share(Pool& pool, int64_t units, int64_t cost, Work&& work, const int64_t* ends = nullptr,
+           const Pool::Ahead* ahead = nullptr) {
+  if (cost >= kWorthSharing) return pool.run(units, work, ends, ahead);
   for (int64_t unit = 0; unit < units; ++unit) {
     if constexpr (std::is_invocable_v<Work&, int64_t, int64_t, int>) {
       work(unit, -1, 0);

@@ -15,6 +15,7 @@ namespace ftd {
 namespace {
 
 constexpr uint64_t kNoUnits = 0xffffffffu;  // low half of a ticket nobody can claim
+constexpr int kLinesPerLook = 8;            // asked for between two looks whether a job is over
 constexpr int kSpinsPerClock = 64;          // looking at the clock costs more than a pause
 constexpr int kSpinsBeforeYield = 1 << 14;  // some 200 µs: the thread we wait for may need our core
 
@@ -84,6 +85,7 @@ Pool::Pool(const FtdPoolPlan& plan)
       park_after_ns_(int64_t(plan.park_after_us) * 1000),
       node_(plan.node, plan.node + plan.threads),
       node_threads_(plan.nodes, 0),
+      runs_(new Run[plan.threads]),
       queues_(new Queue[plan.threads]),
       own_(new Own[plan.threads]) {
   for (int node : node_) ++node_threads_[node];
@@ -134,7 +136,7 @@ int Pool::node_of(int64_t address) const {
   return 0;
 }
 
-void Pool::start(int64_t units, Body body, void* context, const int64_t* ends) {
+void Pool::start(int64_t units, Body body, void* context, const int64_t* ends, const Ahead* ahead) {
   if (threads_ == 1 || units <= 1) {
     for (int64_t unit = 0; unit < units; ++unit)
       body(context, unit, unit + 1 < units ? unit + 1 : -1, 0);
@@ -143,8 +145,10 @@ void Pool::start(int64_t units, Body body, void* context, const int64_t* ends) {
     return;
   }
   target_ += units;
-  publish(units, body, context, ends);
+  publish(units, body, context, ends, ahead);
   work(generation_.load(std::memory_order_relaxed), 0);
+  if (ahead)
+    fetch(queues_[0], [&] { return finished_.load(std::memory_order_relaxed) == target_; });
   for (int spins = 0; finished_.load(std::memory_order_acquire) != target_; ++spins) {
     if (spins < kSpinsBeforeYield) {
       relax();
@@ -154,16 +158,9 @@ void Pool::start(int64_t units, Body body, void* context, const int64_t* ends) {
   }
 }
 
-void Pool::publish(int64_t units, Body body, void* context, const int64_t* ends) {
-  const uint32_t generation = generation_.load(std::memory_order_relaxed) + 1;
-  const uint64_t high = uint64_t(generation) << 32;
-  // A late thread of the job before must not pair the old ticket with the new description: close
-  // the tickets first; every load of the description in work() acquires that.
-  for (int t = 0; t < threads_; ++t)
-    queues_[t].ticket.store(high | kNoUnits, std::memory_order_relaxed);
-  body_.store(body, std::memory_order_release);
-  context_.store(context, std::memory_order_release);
+void Pool::deal(int64_t units, const int64_t* ends, Run* runs) const {
   int64_t begin = 0;
+  for (int t = 0; t < threads_; ++t) runs[t] = {0, 0};
   for (int n = 0; n < nodes_; ++n) {
     const int64_t threads = node_threads_[n] - (n ? node_threads_[n - 1] : 0);
     if (threads == 0) continue;  // its units go with the next node's, or with the last one's
@@ -172,11 +169,33 @@ void Pool::publish(int64_t units, Body body, void* context, const int64_t* ends)
                                                      : units * node_threads_[n] / threads_;
     for (int64_t t = 0, i = 0; t < threads_; ++t) {
       if (node_[t] != n) continue;
-      const int64_t first = begin + (end - begin) * i / threads;
-      queues_[t].end.store(begin + (end - begin) * ++i / threads, std::memory_order_release);
-      queues_[t].ticket.store(high | uint64_t(first), std::memory_order_release);
+      runs[t].first = begin + (end - begin) * i / threads;
+      runs[t].end = begin + (end - begin) * ++i / threads;
     }
     begin = end;
+  }
+}
+
+void Pool::publish(int64_t units, Body body, void* context, const int64_t* ends,
+                   const Ahead* ahead) {
+  const uint32_t generation = generation_.load(std::memory_order_relaxed) + 1;
+  const uint64_t high = uint64_t(generation) << 32;
+  // A late thread of the job before must not pair the old ticket with the new description: close
+  // the tickets first; every load of the description in work() acquires that.
+  for (int t = 0; t < threads_; ++t)
+    queues_[t].ticket.store(high | kNoUnits, std::memory_order_relaxed);
+  body_.store(body, std::memory_order_release);
+  context_.store(context, std::memory_order_release);
+  deal(units, ends, runs_.get());
+  for (int t = 0; t < threads_; ++t) {
+    Queue& queue = queues_[t];
+    const Ahead next = ahead ? ahead[t] : Ahead();
+    queue.from.store(next.from, std::memory_order_relaxed);
+    queue.pieces.store(next.pieces, std::memory_order_relaxed);
+    queue.stride.store(next.stride, std::memory_order_relaxed);
+    queue.bytes.store(next.bytes, std::memory_order_relaxed);
+    queue.end.store(runs_[t].end, std::memory_order_release);
+    queue.ticket.store(high | uint64_t(runs_[t].first), std::memory_order_release);
   }
   generation_.store(generation, std::memory_order_release);
   wake();
@@ -209,11 +228,27 @@ void Pool::work_off(Queue& queue, uint32_t generation, int thread) {
   }
 }
 
+// What is read here may belong to a later job: asking for memory in vain does no harm.
+template <class Over>
+void Pool::fetch(const Queue& queue, Over&& over) {
+  const char* from = queue.from.load(std::memory_order_relaxed);
+  const int64_t pieces = queue.pieces.load(std::memory_order_relaxed);
+  const int64_t stride = queue.stride.load(std::memory_order_relaxed);
+  const int64_t bytes = queue.bytes.load(std::memory_order_relaxed);
+  for (int64_t piece = 0, line = 0; piece < pieces; ++piece, from += stride) {
+    for (int64_t at = 0; at < bytes; at += kCacheLine) {
+      if (line++ % kLinesPerLook == 0 && over()) return;
+      __builtin_prefetch(from + at, 0, 2);
+    }
+  }
+}
+
 void Pool::worker(int thread) {
   uint32_t seen = 0;
   while (wait_for_job(seen)) {
     seen = generation_.load(std::memory_order_acquire);
     work(seen, thread);
+    fetch(queues_[thread], [&] { return generation_.load(std::memory_order_relaxed) != seen; });
   }
 }
 

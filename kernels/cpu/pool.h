@@ -65,12 +65,24 @@ class Pool {
   int threads() const { return threads_; }
   int nodes() const { return nodes_; }
 
+  // Memory that a thread will read next: so many pieces, each ``stride`` bytes behind the last.
+  struct Ahead {
+    const char* from = nullptr;
+    int64_t pieces = 0, stride = 0, bytes = 0;
+  };
+  // Units [first, end) of a job.
+  struct Run {
+    int64_t first, end;
+  };
+
   // Runs work(unit, thread), or work(unit, next, thread) if it takes that, for every unit in [0,
   // units). With ends, node n's threads start with units [ends[n-1], ends[n]) and help the others
   // afterwards; without, nodes get shares by their threads. next: the unit that this thread will
-  // most likely have after this one, or -1.
+  // most likely have after this one, or -1. ahead: for each thread, what it fetches into its cache
+  // when it finds no more units, until the next job comes.
   template <class Work>
-  void run(int64_t units, Work&& work, const int64_t* ends = nullptr) {
+  void run(int64_t units, Work&& work, const int64_t* ends = nullptr,
+           const Ahead* ahead = nullptr) {
     using Plain = std::remove_reference_t<Work>;
     start(
         units,
@@ -82,8 +94,10 @@ class Pool {
             (*static_cast<Plain*>(c))(unit, thread);
           }
         },
-        const_cast<void*>(static_cast<const void*>(&work)), ends);
+        const_cast<void*>(static_cast<const void*>(&work)), ends, ahead);
   }
+  // The run that each thread begins with.
+  void deal(int64_t units, const int64_t* ends, Run* runs) const;
 
   void wake();
   void keep_awake(bool awake);  // whether workers that have nothing to do go on spinning
@@ -107,6 +121,8 @@ class Pool {
   struct alignas(kCacheLine) Queue {
     std::atomic<uint64_t> ticket{0};
     std::atomic<int64_t> end{0};
+    std::atomic<const char*> from{nullptr};
+    std::atomic<int64_t> pieces{0}, stride{0}, bytes{0};
   };
   struct alignas(kCacheLine) Own {
     Arena arena;
@@ -116,8 +132,10 @@ class Pool {
     int node;
   };
 
-  void start(int64_t units, Body body, void* context, const int64_t* ends);
-  void publish(int64_t units, Body body, void* context, const int64_t* ends);
+  void start(int64_t units, Body body, void* context, const int64_t* ends, const Ahead* ahead);
+  void publish(int64_t units, Body body, void* context, const int64_t* ends, const Ahead* ahead);
+  template <class Over>
+  void fetch(const Queue& queue, Over&& over);
   void work(uint32_t generation, int thread);
   void work_off(Queue& queue, uint32_t generation, int thread);
   void worker(int thread);
@@ -128,6 +146,7 @@ class Pool {
   int64_t park_after_ns_;
   std::vector<int> node_;          // of each thread
   std::vector<int> node_threads_;  // threads up to and including each node
+  std::unique_ptr<Run[]> runs_;
   std::unique_ptr<Queue[]> queues_;
   std::unique_ptr<Own[]> own_;
   std::vector<Range> ranges_;

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import emulated_library
 import pytest
+from test_dealt_rows import THREADS, test_threads_change_no_bit  # noqa: F401
 from test_native_formats import (  # noqa: F401
     seeded,
     test_down_may_have_another_format,
@@ -37,3 +38,12 @@ def ops(request: pytest.FixtureRequest, library: Path) -> Iterator[NativeOps]:
     assert ops is not None
     yield ops
     ops.close()
+
+
+@pytest.fixture(scope="module", params=["avx512bf16"])
+def pools(request: pytest.FixtureRequest, library: Path) -> Iterator[list[NativeOps]]:
+    pools = [native.load(request.param, threads=count, library=library) for count in THREADS]
+    yield [ops for ops in pools if ops]
+    for ops in pools:
+        assert ops is not None
+        ops.close()
