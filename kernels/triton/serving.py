@@ -48,9 +48,8 @@ def begin_of(both, expert, BOTH: tl.constexpr):
 
 @triton.jit
 def first_block(begin, ROWS: tl.constexpr):
-    """The first of a program's blocks of rows that does not lie before ``begin``."""
-    block, programs = tl.program_id(1), tl.num_programs(1)
-    return block + tl.cdiv(tl.maximum(begin // ROWS - block, 0), programs) * programs
+    """A program's first block of rows; what lies before ``begin`` is nobody's."""
+    return begin // ROWS + tl.program_id(1)
 
 
 @triton.jit
