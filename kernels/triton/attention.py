@@ -31,32 +31,28 @@ DECODE_ROWS = 16  # up to here every row is its own block: rows then mostly are 
 
 
 @triton.jit
-def _prefetch_first(
-    k_pages, v_pages, page_table, sequence, position, window, M, kv_head, split,
-    NKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BK: tl.constexpr,
-    SPLITS: tl.constexpr, WINDOWED: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
-    CHAINED: tl.constexpr,
-):  # fmt: skip
-    """Bring a program's first keys and values to the L2 cache while q is still computed.
+def _first_key(last, window, BK: tl.constexpr, WINDOWED: tl.constexpr):
+    """Where a row at position ``last`` begins to look."""
+    first = last * 0
+    if WINDOWED:
+        first = tl.maximum(last - window + 1, 0) // BK * BK
+    return first
 
-    If the row's position were not there yet, it would fetch what nobody needs, from the row's
-    page table.
-    """
-    seq = tl.load(sequence + tl.program_id(0), cache_modifier=".cg")
-    last = tl.load(position + tl.program_id(0), cache_modifier=".cg")
-    if (seq >= 0) & (last >= 0):
-        first = last * 0
-        if WINDOWED:
-            first = tl.maximum(last - window + 1, 0) // BK * BK
-        first += split * tl.cdiv(tl.cdiv(last + 1 - first, BK), SPLITS) * BK
-        if first <= last:
-            p = tl.minimum(tl.minimum(first + tl.arange(0, BK), last), M * PAGE - 1)
-            table = page_table + seq.to(tl.int64) * M
-            page = tl.load(table + p // PAGE, cache_modifier=".cg").to(tl.int64)
-            place = ((page * PAGE + p % PAGE) * NKV + kv_head) * D
-            line = tl.minimum(tl.arange(0, LINES) * LINE, D - 1)
-            prefetch(k_pages + place[:, None] + line[None, :], CHAINED)
-            prefetch(v_pages + place[:, None] + line[None, :], CHAINED)
+
+@triton.jit
+def _prefetch_tile(
+    k_pages, v_pages, page_table, seq, first, last, M, kv_head,
+    NKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BK: tl.constexpr,
+    LINE: tl.constexpr, LINES: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Bring the keys and values from ``first`` on to the L2 cache, while q is still computed."""
+    p = tl.minimum(first + tl.arange(0, BK), last)
+    table = page_table + seq.to(tl.int64) * M
+    page = tl.load(table + p // PAGE, cache_modifier=".cg").to(tl.int64)
+    place = ((page * PAGE + p % PAGE) * NKV + kv_head) * D
+    line = tl.minimum(tl.arange(0, LINES) * LINE, D - 1)
+    prefetch(k_pages + place[:, None] + line[None, :], CHAINED)
+    prefetch(v_pages + place[:, None] + line[None, :], CHAINED)
 
 
 @triton.jit
@@ -79,21 +75,26 @@ def _attention_kernel(
     d = tl.arange(0, DP)
     key = tl.arange(0, BK)
     at = (row.to(tl.int64) * N + head)[:, None] * D + d[None, :]  # [BQ * GP, DP]
+    whose = row
+    if BQ == 1:
+        whose = tl.program_id(0) + tl.arange(0, 1)  # of one row, nothing is compared below
+    # there since before the embedding, a kernel of torch's; past the L1 cache all the same
+    pos = tl.load(position + whose, mask=whose < T, other=-1, cache_modifier=".cg")
+    seq = tl.load(sequence + whose, mask=whose < T, other=-1, cache_modifier=".cg")
+    seq = tl.where(pos >= 0, seq, -1)
     if BQ == 1 and CHAINED:
-        _prefetch_first(
-            k_pages, v_pages, page_table, sequence, position, window, M, kv_head, split,
-            NKV, D, PAGE, BK, SPLITS, WINDOWED, LINE, LINES, CHAINED,
-        )  # fmt: skip
+        whom, end = tl.max(seq, axis=0), tl.max(pos, axis=0)
+        begin = _first_key(end, window, BK, WINDOWED)
+        begin += split * tl.cdiv(tl.cdiv(end + 1 - begin, BK), SPLITS) * BK
+        if (whom >= 0) & (begin <= end):
+            _prefetch_tile(
+                k_pages, v_pages, page_table, whom, begin, end, M, kv_head,
+                NKV, D, PAGE, BK, LINE, LINES, CHAINED,
+            )  # fmt: skip
     wait_for_earlier(CHAINED)
     queries = tl.load(q + at, mask=used[:, None] & (d < D)[None, :], other=0.0)
     if WIDE:
         queries = queries.to(tl.float32)
-    whose = row
-    if BQ == 1:
-        whose = tl.program_id(0) + tl.arange(0, 1)  # of one row, nothing is compared below
-    pos = tl.load(position + whose, mask=whose < T, other=-1)
-    seq = tl.load(sequence + whose, mask=whose < T, other=-1)
-    seq = tl.where(pos >= 0, seq, -1)
     top = tl.full([BQ * GP], float("-inf"), tl.float32)
     norm = tl.zeros([BQ * GP], tl.float32)
     acc = tl.zeros([BQ * GP, DP], tl.float32)
@@ -102,9 +103,7 @@ def _attention_kernel(
     while current != none:
         mine = seq == current
         last = tl.max(tl.where(mine, pos, 0), axis=0)
-        first = 0
-        if WINDOWED:
-            first = tl.maximum(tl.min(tl.where(mine, pos, none), axis=0) - window + 1, 0) // BK * BK
+        first = _first_key(tl.min(tl.where(mine, pos, none), axis=0), window, BK, WINDOWED)
         if SPLITS > 1:
             share = tl.cdiv(tl.cdiv(last + 1 - first, BK), SPLITS) * BK
             first += split * share
@@ -162,17 +161,23 @@ def _attention_kernel(
 
 @triton.jit
 def _merge_kernel(
-    partial, stats, sinks, out,
+    partial, stats, sinks, position, out, window,
     N: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr,
-    SPLITS: tl.constexpr, SP: tl.constexpr, DP: tl.constexpr, CHAINED: tl.constexpr,
+    SPLITS: tl.constexpr, SP: tl.constexpr, DP: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, WINDOWED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAINED)
-    wait_for_earlier(CHAINED)
     line = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, SP)
     d = tl.arange(0, DP)
-    top = tl.load(stats + (line * SPLITS + s) * 2, mask=s < SPLITS, other=float("-inf"))
-    norm = tl.load(stats + (line * SPLITS + s) * 2 + 1, mask=s < SPLITS, other=0.0)
+    busy = SPLITS
+    if BQ == 1:  # as many as have a tile: the others' memory need not be read
+        last = tl.load(position + line // N, cache_modifier=".cg")  # as in the kernel before
+        tiles = tl.cdiv(last + 1 - _first_key(last, window, BK, WINDOWED), BK)
+        busy = tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, SPLITS), 1))
+    wait_for_earlier(CHAINED)
+    top = tl.load(stats + (line * SPLITS + s) * 2, mask=s < busy, other=float("-inf"))
+    norm = tl.load(stats + (line * SPLITS + s) * 2 + 1, mask=s < busy, other=0.0)
     highest = tl.max(top, axis=0)
     if SINKS:
         sink = tl.load(sinks + line % N) * LOG2_E
@@ -182,7 +187,7 @@ def _merge_kernel(
     inside = (norm > 0.0)[:, None] & (d < D)[None, :]
     at = partial + (line * SPLITS + s)[:, None] * D + d[None, :]
     # of splits that saw nothing it is whatever lay there; a mask would wait for their norms
-    part = tl.load(at, mask=(s < SPLITS)[:, None] & (d < D)[None, :], other=0.0)
+    part = tl.load(at, mask=(s < busy)[:, None] & (d < D)[None, :], other=0.0)
     part = tl.where(inside, part, 0.0)
     total = tl.sum(norm * shrink, axis=0)
     if SINKS:
@@ -232,9 +237,10 @@ def attention(
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(T * N,)](
-            partial, stats, logits, out,
+            partial, stats, logits, position, out, window or 0,
             N=N, D=D, SINKS=sinks is not None,
             SPLITS=splits, SP=power_of_2(splits), DP=tile.channels,
+            BQ=tile.rows, BK=tile.keys, WINDOWED=window is not None,
             num_warps=4, **chained(q),
         )  # fmt: skip
     return out
