@@ -140,7 +140,7 @@ class Config:
     prefill_chunk: int | Auto = setting(
         "auto",
         kinds.whole(1, 2**16, auto=True, kilo=True),
-        "Prompt tokens computed in one step; between chunks other requests decode.",
+        "Prompt tokens computed in one pass, which pauses now and then for others to decode.",
     )
     max_running: int = setting(8, kinds.whole(1, 1024), "Sequences computed at the same time.")
     max_waiting: int = setting(
