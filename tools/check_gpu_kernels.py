@@ -38,6 +38,7 @@ from ftd.kernels.ops import Ops
 from ftd.kernels.places import places as reference_places
 from ftd.kernels.triton.moe_decode import Tuning, moe_decode
 from ftd.kernels.triton.places import places
+from ftd.kernels.triton.pull import pull
 
 
 def check_linear() -> None:
@@ -64,6 +65,7 @@ def check_moe() -> None:
         (BF16, "bf16", 8),
         (BF16, "bf16", 33),
         (BF16, "bf16", 300),
+        (BF16, "bf16", 34_000),  # more than a block of tokens
         (BF16, "f16", 2),
         (F32, "bf16", 1),
         (F32, "bf16", 8),
@@ -241,6 +243,15 @@ def check_places() -> None:
         )
 
 
+def check_pull() -> None:
+    for words in (1, 100, 16_384, 3_000_001):
+        host = torch.randint(-(2**31), 2**31, (words,)).int()
+        pinned, target = host.pin_memory(), torch.zeros(words + 3, dtype=torch.int32).cuda()
+        pull(pinned, target[:words])
+        if not torch.equal(target.cpu(), torch.nn.functional.pad(host, (0, 3))):
+            failures.append(f"pull {words}")
+
+
 def check_gates() -> None:
     for act, T in product((BF16, F32), (1, 70)):
         run_both(
@@ -368,6 +379,7 @@ def main() -> int:
             check_attention,
             check_linear,
             check_places,
+            check_pull,
             check_gates,
             check_delta,
             check_sample,

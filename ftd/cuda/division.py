@@ -16,12 +16,14 @@ import torch
 
 from ftd.kernels import divide as reference
 from ftd.kernels.activation import Activation
+from ftd.kernels.blocks import token_blocks
 from ftd.kernels.divide import Shared, new_shared
 from ftd.kernels.formats import ExpertLayout
 from ftd.kernels.ops import Ops
 from ftd.kernels.unsummed import Unsummed
 
 from .cpu_experts import CpuExperts
+from .prompt_share import Products
 from .tables import Upload
 
 MOST_LENT = 64  # slots that one step may fill
@@ -168,13 +170,20 @@ class Division:
         here: torch.Tensor,  # [T, K] int32: without those that others compute
         weights: torch.Tensor,  # [T, K] float32
         address: torch.Tensor,  # [E] int64
-        fill_in: Callable[[torch.Tensor], None],  # stores others' products in [T * K, H] float32
+        compute: Callable[[], Products],  # while the first block of tokens is on its way
     ) -> torch.Tensor:  # [T, H] float32
         """A layer some of whose products come from elsewhere."""
-        kernels = self._kernels
-        y = kernels.route_products(self._ops, x, here, address, self._layout, self._activation)
-        fill_in(y)
-        return kernels.add_up(y, ids, weights)
+        kernels, (tokens, k) = self._kernels, ids.shape
+        theirs: Products | None = None
+        blocks = []
+        for at in token_blocks(tokens, k, x.shape[1]):
+            y = kernels.route_products(
+                self._ops, x[at], here[at], address, self._layout, self._activation
+            )
+            theirs = theirs or compute()
+            theirs.store(y, at.start * k)
+            blocks.append(kernels.add_up(y, ids[at], weights[at]))
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
     def aside(self, shared: Shared) -> Division:
         """Layers that share nothing with the steps that serve but what ``shared`` does."""

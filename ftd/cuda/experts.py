@@ -25,8 +25,8 @@ from .residency import Residency
 from .tables import Marker
 
 # Streamed ahead to a prompt's next layer: what a fast link moves while a layer of it computes, the
-# next one attends and routes, and the host launches all that, some 3 ms.
-AHEAD_BYTES = 160 << 20
+# next one attends and routes, and the host launches all that: 1 ms, and 1 ms for each 1024 tokens.
+AHEAD_BYTES, AHEAD_TOKEN_BYTES = 56 << 20, 52 << 10
 
 
 class CudaExperts(Residency):
@@ -130,16 +130,16 @@ class CudaExperts(Residency):
             landed = self._stage(row, places)
             for expert, place in places.items():
                 address[expert] = self._staging_address(place)
+            self._table_of_pass.send(torch.from_numpy(address))
             if i == 0:
                 self._stream_ahead(row + 1)
                 pause(free)
             landed.hold(torch.cuda.current_stream(self._device) if self._copies else None)
-            self._table_of_pass.send(torch.from_numpy(address))
             now = ids if len(passes) == 1 else self._only(ids, rest, staged, first=i == 0)
             table = self._table_of_pass.device_tensor
             if share is not None:
-                fill_in = partial(share.finish, part)
-                return self.division.with_theirs(x, ids, here, weights, table, fill_in)
+                compute = partial(share.finish, part)
+                return self.division.with_theirs(x, ids, here, weights, table, compute)
             more = self._ops.moe(x, now, weights, table, self._layout, self._activation)
             y = more if y is None else y + more
             if i + 1 < len(passes):
@@ -194,7 +194,8 @@ class CudaExperts(Residency):
             for expert in sure.tolist()
             if self._table.residency[row, expert] == EMPTY and expert not in coming
         ]
-        self._stage(row, self._places.take(row, absent[: AHEAD_BYTES // self._layout.record_bytes]))
+        most = AHEAD_BYTES + AHEAD_TOKEN_BYTES * self._num_tokens
+        self._stage(row, self._places.take(row, absent[: most // self._layout.record_bytes]))
 
     def _count_ahead(self, row: int, counts: np.ndarray) -> None:
         came = self._places.enter(row)

@@ -18,7 +18,7 @@ from ftd.kernels.activation import Activation
 from ftd.kernels.cpu.native import NativeOps
 from ftd.kernels.formats import ExpertLayout
 
-from .tables import Marker
+from .tables import Marker, bring
 
 MOST_ROUTES = 2048  # of a layer: what goes there and comes back stays in the processor's caches
 # Of a layer: to gather activations, to wake the threads, to bring products back. Until it is known.
@@ -40,9 +40,24 @@ class Part:
 
     row: int
     ids: torch.Tensor  # [R, 1] int32
-    routes: torch.Tensor  # [R] int64, on the device: where the products belong
+    routes: np.ndarray  # [R] int64, rising: where the products belong
+    where: torch.Tensor  # the same on the device
     gathered: Marker
     begin_s: float  # what it took so far
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """What the CPU has computed, on the device."""
+
+    part: Part
+    y: torch.Tensor  # [R, H] float32
+
+    def store(self, y: torch.Tensor, first: int) -> None:
+        """Into ``y`` [n, H] float32: those of the routes from ``first`` on."""
+        begin, end = np.searchsorted(self.part.routes, (first, first + len(y)))
+        if begin < end:
+            y.index_copy_(0, self.part.where[begin:end] - first, self.y[begin:end])
 
 
 class PromptShare:
@@ -67,6 +82,7 @@ class PromptShare:
         pin = device.type == "cuda"
         self._x = torch.empty(MOST_ROUTES, layout.hidden, dtype=act, pin_memory=pin)
         self._y = torch.empty(MOST_ROUTES, layout.hidden, pin_memory=pin)
+        self._pinned: dict[str, torch.Tensor] = {}  # what is on its way to the device
         self._taken = Marker(device)  # what lies in ``_y`` has gone
 
     def choose(
@@ -109,17 +125,31 @@ class PromptShare:
         asked = np.isin(chosen, theirs)
         routes = np.flatnonzero(asked)
         count = len(routes)
-        where = torch.from_numpy(routes).to(self._device)
+        where = self._bring("routes", routes)
         rows = x.index_select(0, where // chosen.shape[1])
         self._x[:count].copy_(rows, non_blocking=True)
         gathered = Marker(self._device)
         gathered.mark()
         ids = torch.from_numpy(chosen.ravel()[routes].reshape(-1, 1))
-        here = torch.from_numpy(np.where(asked, -1, chosen)).to(self._device)
-        return Part(row, ids, where, gathered, time.perf_counter() - began_s), here
+        here = self._bring("here", np.where(asked, -1, chosen))
+        return Part(row, ids, routes, where, gathered, time.perf_counter() - began_s), here
 
-    def finish(self, part: Part, y: torch.Tensor) -> None:
-        """Compute it, and queue its way into ``y`` [T * K, H] float32."""
+    def _bring(self, name: str, values: np.ndarray) -> torch.Tensor:
+        """To the device; of the layer before all has been read, since this one knows its routes."""
+        size = values.nbytes
+        pinned = self._pinned.get(name)
+        if pinned is None or len(pinned) < size:
+            pin = self._device.type == "cuda"
+            pinned = self._pinned[name] = torch.empty(size, dtype=torch.uint8, pin_memory=pin)
+        given = torch.from_numpy(values)
+        source = pinned[:size].view(given.dtype).view(given.shape)
+        source.copy_(given)
+        target = torch.empty(given.shape, dtype=given.dtype, device=self._device)
+        bring(target, source)
+        return target
+
+    def finish(self, part: Part) -> Products:
+        """Compute it, and queue its way to the device."""
         count, began_s = len(part.ids), time.perf_counter()
         part.gathered.wait()
         self._taken.wait()
@@ -127,8 +157,10 @@ class PromptShare:
         self._ops.route_products(
             self._x[:count], part.ids, self._address[part.row], self._layout, self._activation, to
         )
-        y.index_copy_(0, part.routes, to.to(self._device, non_blocking=True))
+        theirs = torch.empty(to.shape, device=self._device)
+        bring(theirs, to)
         self._taken.mark()
         took_s = part.begin_s + time.perf_counter() - began_s
         more_s = max(0.0, took_s - self._expected_s)
         self._fixed_s = KEPT * self._fixed_s + (1 - KEPT) * more_s
+        return Products(part, theirs)

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
+
+# The copy engine has much to do: small copies go past it.
+behind_copies: ContextVar[bool] = ContextVar("behind_copies", default=False)
 
 VERSIONS = 4  # one being read by a running step, one by a launched one, and two to spare
 
@@ -18,6 +22,16 @@ VERSIONS = 4  # one being read by a running step, one by a launched one, and two
 def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
     """What is queued inside goes to ``stream``; on the CPU device there is none."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def bring(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Queue a copy from pinned memory past the copies that are on their way to the device."""
+    if target.is_cuda:
+        from ftd.kernels.triton.pull import pull
+
+        pull(source, target)
+    else:
+        target.copy_(source)
 
 
 class Marker:
@@ -44,10 +58,20 @@ class Marker:
 
 
 class Upload:
-    """A device tensor whose contents the host replaces in stream order."""
+    """A device tensor whose contents the host replaces in stream order.
 
-    def __init__(self, device_tensor: torch.Tensor, versions: int = VERSIONS) -> None:
-        self.device_tensor = device_tensor
+    Args:
+        passes_copies: it does not wait for copies that are on their way.
+    """
+
+    def __init__(
+        self,
+        device_tensor: torch.Tensor,
+        versions: int = VERSIONS,
+        *,
+        passes_copies: bool = False,
+    ) -> None:
+        self.device_tensor, self._passes_copies = device_tensor, passes_copies
         shape, dtype, device = device_tensor.shape, device_tensor.dtype, device_tensor.device
         pin = device.type == "cuda"
         self._buffers = [torch.empty(shape, dtype=dtype, pin_memory=pin) for _ in range(versions)]
@@ -60,7 +84,10 @@ class Upload:
         self._next = (version + 1) % len(self._buffers)
         self._markers[version].wait()
         self._buffers[version].copy_(host)
-        self.device_tensor.copy_(self._buffers[version], non_blocking=True)
+        if self._passes_copies or behind_copies.get():
+            bring(self.device_tensor, self._buffers[version])
+        else:
+            self.device_tensor.copy_(self._buffers[version], non_blocking=True)
         self._markers[version].mark()
 
 

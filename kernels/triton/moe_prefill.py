@@ -9,7 +9,8 @@ expert's weights once from memory or, for the blocks after it, from the cache.
 2. down: y of each route, at the route's own place;
 3. combine: the weighted sum, in the order of k (``moe_decode.combine``).
 
-Scratch: I numbers in act and H in float32 for each route. Reference: ``TorchOps.moe``.
+Scratch: I numbers in act and H in float32 for each route, of a block of tokens at a time
+(``kernels.blocks``). Reference: ``TorchOps.moe``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import triton
 import triton.language as tl
 
 from ..activation import SILU, Activation
+from ..blocks import token_blocks
 from ..formats import ExpertLayout
 from .activate import activate
 from .group import group
@@ -141,7 +143,12 @@ def moe_prefill(
     layout: ExpertLayout,
     activation: Activation = SILU,
 ) -> torch.Tensor:  # [T, H] float32
-    return combine(route_products(x, ids, address, layout, activation), ids, weights)
+    def block(at: slice) -> torch.Tensor:
+        y = route_products(x[at], ids[at], address, layout, activation)
+        return combine(y, ids[at], weights[at])
+
+    blocks = [block(at) for at in token_blocks(len(x), ids.shape[1], x.shape[1])]
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
 
 def route_products(

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_contract import ORACLES, requests
 
-from ftd.cuda.prompt_share import Busy, PromptShare
+from ftd.cuda.prompt_share import Busy, Products, PromptShare
 from ftd.experts.split import PromptRates
+from ftd.kernels import blocks
 from ftd.kernels.activation import SILU
 from ftd.kernels.cpu import native
 from ftd.kernels.formats import FORMATS, expert_layout
@@ -73,6 +74,27 @@ def test_what_a_pause_costs_a_layer_that_the_link_bounds():
 
 def test_without_rates_a_pause_costs_the_pass_all_of_it():
     assert share(None).choose(range(3), [1, 1, 1], 0, Busy(0.0, 1.0)) == ((), 0.0)
+
+
+@needs_cpu_kernels
+def test_blocks_of_tokens_take_their_own_of_what_the_cpu_computed(monkeypatch):
+    """A prompt whose tokens are more than the products of a block."""
+    mine, k, hidden = 8, 2, 64  # of the oracle
+    monkeypatch.setattr(blocks, "PRODUCTS_BYTES", 4 * 16 * k * hidden)
+    alone = answer_alone(MODEL, requests())
+    stored, store = [], Products.store
+
+    def counted(self, y, first):
+        stored.append(first)
+        store(self, y, first)
+
+    monkeypatch.setattr(Products, "store", counted)
+    with cuda_core(
+        MODEL, slots=mine, staging=8, fetch_of=[0, 1], max_running=12, prefill_chunk=64
+    ) as core:
+        core.experts.share_prompts(PromptRates(1e-2, 0.0, 0.0))
+        assert comparable(answer_all(core, requests())) == alone
+    assert max(stored) > 0
 
 
 @needs_cpu_kernels

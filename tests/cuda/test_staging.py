@@ -65,6 +65,7 @@ def test_tokens_stay_equal(alone, monkeypatch, slots, staging):
 def test_what_comes_ahead_is_bounded_in_bytes(monkeypatch):
     monkeypatch.setattr(policy, "AHEAD_FROM_TOKENS", 17)
     monkeypatch.setattr(experts, "AHEAD_BYTES", 0)
+    monkeypatch.setattr(experts, "AHEAD_TOKEN_BYTES", 0)
     with cuda_core(MODEL, slots=0, staging=8, max_running=4, prefill_chunk=50) as core:
         answer_all(core, requests())
         assert core.status().expert_ahead == 0

@@ -32,6 +32,7 @@ from ftd.kernels.sample import ALL_SHAPES, Drawn, Kept, Rows, mask_words
 from ftd.kernels.triton import divide, launch, sample
 from ftd.kernels.triton.ops import CudaOps
 from ftd.kernels.triton.places import places
+from ftd.kernels.triton.pull import pull
 from ftd.kernels.triton.sum_norm import RouteProducts
 
 POINTER = {
@@ -129,6 +130,7 @@ def launch_everything() -> None:
     ops.route(tensor(1, 128, dtype=f32), 8, True, tensor(1, dtype=torch.bool))
     ops.turns(tensor(4, dtype=i32), tensor(64, dtype=f32), 1.25)
     places(tensor(4, dtype=i64), tensor(4, M, dtype=i32), 16, 0)
+    pull(torch.zeros(4, M, dtype=i32), tensor(4, M, dtype=i32))  # from real memory: its address
     for V in (151936, 248320):
         rows, kept, out = Rows(4, "meta"), Kept(8, V, "meta"), Drawn.empty(4, "meta")
         logits, mask = tensor(4, V, dtype=f32), tensor(4, mask_words(V), dtype=i32)

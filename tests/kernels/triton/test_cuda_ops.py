@@ -11,12 +11,14 @@ import torch
 
 pytest.importorskip("triton")
 
+from ftd.kernels import blocks
 from ftd.kernels.formats import FORMATS, ExpertLayout, expert_layout
 from ftd.kernels.places import places as reference_places
 from ftd.kernels.reference import TorchOps
 from ftd.kernels.triton import linear, moe_decode
 from ftd.kernels.triton.ops import CudaOps
 from ftd.kernels.triton.places import places
+from ftd.kernels.triton.pull import pull
 
 ACT = [torch.float32, torch.bfloat16]
 reference, ops = TorchOps(), CudaOps()
@@ -105,6 +107,14 @@ class TestMoe:
         mine = ops.moe(x, ids, weights, records.address, records.layout)
         expected = reference.moe(x, ids, weights, records.address, records.layout)
         assert_near(mine, expected, act)
+
+    def test_blocks_of_a_prompt_change_nothing(self, monkeypatch):
+        records = Records(expert_layout(FORMATS["bf16"], 48, 40), self.E)
+        x, ids, weights = self.routed(50, 3, torch.float32, 48)
+        whole = ops.moe(x, ids, weights, records.address, records.layout)
+        monkeypatch.setattr(blocks, "PRODUCTS_BYTES", 16 * 3 * 48 * 4)  # of sixteen tokens
+        mine = ops.moe(x, ids, weights, records.address, records.layout)
+        assert_near(mine, whole, torch.float32)
 
     def test_tiles_and_programs_change_nothing(self):
         records = Records(expert_layout(FORMATS["bf16"], 48, 40), self.E)
@@ -293,6 +303,15 @@ class TestRows:
         given = position, table, 16, 5
         for mine, wanted in zip(places(*given), reference_places(*given), strict=True):
             assert mine.dtype == wanted.dtype and torch.equal(mine, wanted)
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 128), (5, 30_001)], ids=str)
+def test_what_is_pulled_is_there(shape):
+    for dtype in (torch.int32, torch.int64, torch.float32):
+        given = torch.randint(-(2**31), 2**31, (2, *shape)).to(dtype)[0]
+        target = torch.full_like(torch.empty(2, *given.shape, dtype=dtype), 7)
+        pull(given, target[0])
+        assert torch.equal(target[0], given) and (target[1] == 7).all()
 
 
 @pytest.mark.parametrize("act", ACT, ids=str)
