@@ -97,7 +97,7 @@ def replanner(prepared: Prepared) -> Callable[[Config], MemoryPlan]:
 
     def planner(config: Config) -> MemoryPlan:
         config = replace(config, host_kv=0)  # as it is: it does not change while serving
-        found = plan_memory(spec, layout, plan.dense_bytes, config, machine, gpu, plan.num_states)
+        found = plan_memory(spec, layout, plan.dense_bytes, config, machine, gpu, plan)
         return replace(found, host_kv_bytes=plan.host_kv_bytes)
 
     return planner

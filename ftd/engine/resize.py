@@ -12,6 +12,8 @@ import time
 from array import array
 from dataclasses import dataclass, replace
 
+import torch
+
 from ftd.engine.core import EngineCore
 from ftd.errors import BudgetExceeded
 from ftd.units import GiB, format_count
@@ -35,16 +37,25 @@ class Resizing:
 
 
 def resize(
-    core: EngineCore, num_pages: int, num_slots: int, num_staging: int | None = None
+    core: EngineCore,
+    num_pages: int,
+    num_slots: int,
+    num_staging: int | None = None,
+    chunk_tokens: int | None = None,
 ) -> Resizing:
     """Change both numbers, on the engine thread with nothing in flight.
 
     Args:
         num_staging: records of experts on their way to a GPU; None: as many as there are.
+        chunk_tokens: of a prompt in one step from now on; None: as it is.
     Raises:
         BudgetExceeded: a request is under way that is longer than the new pool; nothing changed.
     """
     _refuse_too_small(core, num_pages)
+    if chunk_tokens is not None and chunk_tokens != core.limits.chunk_tokens:
+        if chunk_tokens < core.limits.chunk_tokens:
+            torch.cuda.empty_cache()  # what longer ones have used; without a GPU nothing
+        core.limits = replace(core.limits, chunk_tokens=chunk_tokens)
     try:
         return _resize(core, num_pages, num_slots, num_staging)
     finally:

@@ -194,7 +194,8 @@ class ElasticMemory:
         )
 
         def change(core: EngineCore) -> Resizing:
-            done = resize(core, plan.num_pages, plan.num_slots, staging(plan, shared))
+            records, chunk = staging(plan, shared), plan.prefill_chunk
+            done = resize(core, plan.num_pages, plan.num_slots, records, chunk)
             core.held.most_pages = shared.most_pages if shared else 0
             if shared:
                 core.make_room = lambda pages: _make_room(core, pages, plan, shared)

@@ -12,6 +12,7 @@ from ftd.kv.states import LIVE_STATES
 from ftd.kv.windowing import Windowing, windowing
 from ftd.memory import vram
 from ftd.memory.machine import Gpu
+from ftd.memory.plan import MemoryPlan
 from ftd.memory.workspace import workspace_bytes
 from ftd.model.spec import ModelSpec, MoeSpec
 from ftd.units import MiB
@@ -28,6 +29,20 @@ def act_dtype(config: Config, spec: ModelSpec) -> Literal["bfloat16", "float32"]
     if config.dtype != "auto":
         return config.dtype
     return "float32" if spec.dtype == "float32" else "bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class _OfChunk:
+    """What goes with the number of tokens in one step."""
+
+    tokens: int
+    workspace_bytes: int
+    num_window_pages: int
+    window_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.workspace_bytes + self.window_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,44 +64,64 @@ class Needs:
 
     @staticmethod
     def of(
-        spec: ModelSpec, layout: ExpertLayout, dense_bytes: int, config: Config, gpu: Gpu | None
+        spec: ModelSpec,
+        layout: ExpertLayout,
+        dense_bytes: int,
+        config: Config,
+        gpu: Gpu | None,
+        started: MemoryPlan | None = None,
     ) -> Needs:
         mlps = [layer.mlp for layer in spec.layers]
         num_experts = sum(mlp.num_experts for mlp in mlps if isinstance(mlp, MoeSpec))
         pool_bytes = num_experts * layout.record_bytes
         act_bytes = 4 if act_dtype(config, spec) == "float32" else 2
-        chunk = vram.PREFILL_CHUNK_TOKENS if gpu else PREFILL_CHUNK_TOKENS
-        if config.prefill_chunk != "auto":
-            chunk = config.prefill_chunk
-        chunk = min(chunk, spec.context if config.context == "auto" else config.context)
+        windows = windowing(spec)
         token_bytes, state_bytes = spec.kv_bytes_per_token * act_bytes // 2, 0
-        num_window_pages = window_bytes = 0
-        if (windows := windowing(spec)) is not None:
-            num_window_pages = windows.num_pages(PAGE_TOKENS, config.max_running, chunk)
-            window_bytes = num_window_pages * PAGE_TOKENS * windows.token_bytes(act_bytes)
+        if windows is not None:
             token_bytes -= windows.token_bytes(act_bytes)
             state_bytes = windows.slot_bytes(act_bytes)
+
+        def of_chunk(tokens: int) -> _OfChunk:
+            num_window_pages = window_bytes = 0
+            if windows is not None:
+                num_window_pages = windows.num_pages(PAGE_TOKENS, config.max_running, tokens)
+                window_bytes = num_window_pages * PAGE_TOKENS * windows.token_bytes(act_bytes)
+            workspace = workspace_bytes(
+                spec,
+                layout,
+                rows=tokens + config.max_running,
+                sampled=max(config.max_running, vram.SAMPLED_ROWS if gpu else 0),
+                on_gpu=gpu is not None,
+            )
+            return _OfChunk(tokens, workspace, num_window_pages, window_bytes)
+
+        longest = spec.context if config.context == "auto" else config.context
+        if started and started.windowing:  # its pages are there, for chunks as they are
+            chunk = of_chunk(started.prefill_chunk)
+        elif config.prefill_chunk != "auto":
+            chunk = of_chunk(min(config.prefill_chunk, longest))
+        elif gpu is None:
+            chunk = of_chunk(min(PREFILL_CHUNK_TOKENS, longest))
+        else:
+            longest = min(longest, started.prefill_chunk) if started else longest
+            room = vram.PREFILL_SHARE * vram.budget_bytes(config, gpu)
+            sizes = [of_chunk(min(tokens, longest)) for tokens in vram.PREFILL_CHUNKS]
+            chunk = next((size for size in sizes if size.num_bytes <= room), sizes[-1])
         return Needs(
             spec=spec,
             num_experts=num_experts,
             record_bytes=layout.record_bytes,
             page_bytes=PAGE_TOKENS * token_bytes,
-            chunk=chunk,
+            chunk=chunk.tokens,
             dense_bytes=dense_bytes,
             pool_bytes=pool_bytes,
-            workspace_bytes=workspace_bytes(
-                spec,
-                layout,
-                rows=chunk + config.max_running,
-                sampled=max(config.max_running, vram.SAMPLED_ROWS if gpu else 0),
-                on_gpu=gpu is not None,
-            ),
+            workspace_bytes=chunk.workspace_bytes,
             headroom_bytes=HEADROOM_BYTES + int(HEADROOM_SHARE * (dense_bytes + pool_bytes)),
             state_bytes=state_bytes or slot_bytes(spec, act_bytes),
             live_states=LIVE_STATES * config.max_running if spec.delta_layers else 0,
             windowing=windows,
-            num_window_pages=num_window_pages,
-            window_bytes=window_bytes,
+            num_window_pages=chunk.num_window_pages,
+            window_bytes=chunk.window_bytes,
         )
 
     @property

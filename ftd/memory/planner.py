@@ -38,20 +38,21 @@ def plan_memory(
     config: Config,
     machine: Machine,
     gpu: Gpu | None = None,
-    num_states: int | None = None,
+    started: MemoryPlan | None = None,
 ) -> MemoryPlan:
     """Divide the available memory, and the GPU's where one computes.
 
     Args:
         dense_bytes: of all weights that are no routed expert's, as stored.
-        num_states: recurrent states that are there already; None: to be chosen.
+        started: the plan of a model that serves already: its states and the pages of its windows
+            stay as they are, and no chunk is longer than the kernels were made ready for.
         config: dtype, context, kv_tokens, vram, expert_slots, prefill_chunk, max_running are read.
     Raises:
         BudgetExceeded: it does not fit; the hint has the setting to change and to what.
         ConfigError: a number that this model cannot have, whatever the memory.
     """
-    needs = Needs.of(spec, layout, dense_bytes, config, gpu)
-    return _Planner(needs, config, machine, gpu, num_states).plan()
+    needs = Needs.of(spec, layout, dense_bytes, config, gpu, started)
+    return _Planner(needs, config, machine, gpu, started.num_states if started else None).plan()
 
 
 class _Planner:
@@ -141,7 +142,8 @@ class _Planner:
         kept = self._kept_states(self.machine.available_bytes - on_host)
         mlp = needs.spec.layers[needs.spec.moe_layers[0]].mlp
         assert isinstance(mlp, MoeSpec)
-        workspace = self._gpu_workspace(mlp)
+        unused = (vram.CHUNKED_RANGES + bool(needs.live_states)) * vram.CHUNK_BYTES
+        workspace = needs.workspace_bytes + unused
         states_bytes = needs.live_states * needs.state_bytes
         fixed = vram.OVERHEAD_BYTES + needs.dense_bytes + workspace + states_bytes
         fixed += needs.window_bytes
@@ -184,15 +186,6 @@ class _Planner:
             host_kv_bytes=self._host_kv(kv_bytes, on_host + kept * needs.state_bytes),
             on_gpu=on_gpu,
         )
-
-    def _gpu_workspace(self, mlp: MoeSpec) -> int:
-        """Bytes of a step, and those that ranges mapped in chunks leave unused."""
-        needs = self.needs
-        rows = needs.chunk + self.config.max_running
-        # one result of each route, and the hidden states of its expert, in float32
-        routes = rows * mlp.experts_per_token * (needs.spec.hidden + 2 * mlp.inner) * 4
-        unused = (vram.CHUNKED_RANGES + bool(needs.live_states)) * vram.CHUNK_BYTES
-        return needs.workspace_bytes + routes + unused
 
     def _host_kv(self, kv_bytes: int, others_bytes: int) -> int:
         """Bytes of whole pages of the tier below the GPU's KV.

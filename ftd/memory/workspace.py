@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ftd.kernels.blocks import most_tokens
 from ftd.kernels.formats import ExpertLayout
 from ftd.model.spec import AttentionSpec, DeltaSpec, DenseSpec, ModelSpec, MoeSpec
 
@@ -15,21 +16,33 @@ def workspace_bytes(
     """
     widest = 0
     for layer in spec.layers:
-        widest = max(widest, _mixer_width(layer.mixer, on_gpu), _mlp_width(layer.mlp, spec.hidden))
+        mlp = _mlp_width(layer.mlp, spec.hidden, on_gpu)
+        widest = max(widest, _mixer_width(layer.mixer, on_gpu), mlp)
     # residual, its norm, and a layer's result stay while the widest part is computed
     layers = rows * (4 * spec.hidden + widest) * 4
     logits = sampled * spec.vocab * 4 * 3  # as computed, with penalties, as probabilities
     upcast = 3 * layout.hidden * layout.inner * 4  # the torch path widens one expert at a time
-    return layers + logits + upcast
+    return layers + logits + (_routes_bytes(spec, rows) if on_gpu else upcast)
 
 
-def _mlp_width(mlp: DenseSpec | MoeSpec, hidden: int) -> int:
+def _routes_bytes(spec: ModelSpec, rows: int) -> int:
+    """On a GPU: each route's result and the hidden numbers of its expert, of a block of rows."""
+    most = 0
+    for layer in spec.layers:
+        if isinstance(mlp := layer.mlp, MoeSpec):
+            block = min(rows, most_tokens(mlp.experts_per_token, spec.hidden))
+            most = max(most, block * mlp.experts_per_token * (spec.hidden + mlp.inner) * 4)
+    return most
+
+
+def _mlp_width(mlp: DenseSpec | MoeSpec, hidden: int, on_gpu: bool) -> int:
     """Numbers that a row's feed-forward block has at once."""
     if isinstance(mlp, DenseSpec):
         return 3 * mlp.inner
     # the shared expert comes after the routed ones, whose sum stays
     shared = 3 * mlp.shared.inner + 2 * hidden if mlp.shared else 0
-    return 3 * mlp.num_experts + max(3 * mlp.inner * mlp.experts_per_token, shared)
+    routed = 0 if on_gpu else 3 * mlp.inner * mlp.experts_per_token
+    return 3 * mlp.num_experts + max(routed, shared)
 
 
 def _mixer_width(mixer: AttentionSpec | DeltaSpec, on_gpu: bool) -> int:

@@ -47,13 +47,13 @@ def spec():
     return Qwen3_5Moe().spec(config | {"text_config": config["text_config"] | QWEN_35B})
 
 
-def plan(available: int, num_states: int | None = None, gpu=None, **settings) -> MemoryPlan:
+def plan(available: int, started: MemoryPlan | None = None, gpu=None, **settings) -> MemoryPlan:
     layout = expert_layout(FORMATS["bf16"], 2048, 512)
     machine = Machine(16, available, available, "the machine", (0,), "madvise")
     if "vram" in settings:
         settings["vram"] = Amount(bytes=settings["vram"])
     config = Config(**settings)
-    return plan_memory(spec(), layout, DENSE, config, machine, gpu, num_states=num_states)
+    return plan_memory(spec(), layout, DENSE, config, machine, gpu, started)
 
 
 def test_keys_and_values_are_of_the_layers_that_attend():
@@ -82,7 +82,7 @@ def test_states_to_resume_from_take_a_share_and_those_of_sequences_come_first():
 
 def test_a_later_plan_leaves_states_as_they_are():
     p = plan(128 * GiB)
-    again = plan(96 * GiB, p.num_states)
+    again = plan(96 * GiB, p)
     assert (again.num_states, again.states_bytes) == (p.num_states, p.states_bytes)
 
 
@@ -113,7 +113,7 @@ def test_a_gpu_has_the_states_of_running_sequences_and_the_host_those_to_resume_
     assert p.vram.total_bytes <= p.vram.budget_bytes
     on_host = p.table().split("host memory")[1]
     assert "48 to resume from" in on_host and f"{3 * KEPT_STATES * STATE:,} B" in on_host
-    assert plan(256 * GiB, p.num_states, gpu=gpu, vram=20 * GiB, max_running=3) == p
+    assert plan(256 * GiB, p, gpu=gpu, vram=20 * GiB, max_running=3) == p
     # of 2048 rows the residual stream and what the widest layer has at once; logits are more
     assert p.vram.workspace_bytes < 2051 * (4 * 2048 + 35_000) * 4 + 1 * GiB
     without = plan(256 * GiB, gpu=gpu, vram=20 * GiB, max_running=1)

@@ -10,6 +10,7 @@ from ftd.config import Config
 from ftd.errors import BudgetExceeded, ConfigError
 from ftd.kernels.formats import FORMATS, expert_layout
 from ftd.memory.machine import Gpu, Machine
+from ftd.memory.plan import MemoryPlan
 from ftd.memory.planner import plan_memory
 from ftd.memory.yielding import SPARE_BYTES
 from ftd.model.spec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec
@@ -22,9 +23,9 @@ DENSE_BYTES = 3_080_000_000
 HOST = Machine(16, 128 * GiB, 100 * GiB, "the machine", (0,), "madvise")
 
 
-def plan(gpu_bytes: int, config: Config | None = None):
+def plan(gpu_bytes: int, config: Config | None = None, started: MemoryPlan | None = None):
     gpu = Gpu(0, "a GPU", "GPU-0", (9, 0), gpu_bytes, gpu_bytes - 500 * MiB)
-    return plan_memory(QWEN_30B, LAYOUT, DENSE_BYTES, config or Config(), HOST, gpu)
+    return plan_memory(QWEN_30B, LAYOUT, DENSE_BYTES, config or Config(), HOST, gpu, started)
 
 
 def test_a_gpu_that_holds_all_experts_needs_no_staging():
@@ -41,7 +42,20 @@ def test_a_smaller_one_has_slots_kv_and_staging():
     assert 0 < p.vram.staging_records <= 128
     assert p.kv_tokens >= 16384
     assert p.vram.total_bytes <= p.vram.budget_bytes <= 24 * GiB
-    assert p.prefill_chunk == 2048
+
+
+def test_a_prompt_goes_through_in_steps_as_large_as_a_small_part_of_the_budget_allows():
+    def chunk(budget: int, **settings) -> int:
+        return plan(24 * GiB, Config(vram=Amount(bytes=budget), **settings)).prefill_chunk
+
+    assert [chunk(gib * GiB) for gib in (6, 10, 20)] == [2048, 4096, 8192]
+    assert chunk(20 * GiB, context=3000) == 3000
+    assert chunk(8 * GiB, prefill_chunk=6000) == 6000
+    least, most = (plan(24 * GiB, Config(vram=Amount(bytes=n * GiB))) for n in (6, 20))
+    assert plan(24 * GiB, Config(vram=Amount(bytes=6 * GiB)), most).prefill_chunk == 2048
+    assert plan(24 * GiB, Config(vram=Amount(bytes=20 * GiB)), least).prefill_chunk == 2048
+    smaller, larger = (plan(n * GiB, Config(prefill_chunk=8192)).vram for n in (12, 24))
+    assert smaller.workspace_bytes == larger.workspace_bytes
 
 
 def test_the_budget_counts_everything_the_process_takes():
