@@ -67,6 +67,7 @@ LINES = (
     Line("resident.decode", "decode, all resident", "tok/s", 545, 650),
     Line("resident.streams", "decode, 4 streams, all resident", "tok/s"),
     Line("offloaded.cold", "prompt of 2048 tokens, cold", MS, 300, 250, "less"),
+    Line("offloaded.long", "prompt of 8000 tokens, cold", MS),
     Line("offloaded.append64", "64 tokens behind a cached prefix", MS, 150, 80, "less"),
     Line("offloaded.append20", "20 tokens behind a cached prefix", MS, 60, 30, "less"),
     Line("resident.cold", "prompt of 2048, cold, all resident", MS),
@@ -147,8 +148,9 @@ class Bench:
             if found:
                 self.results.note(f"{run}.step", found)
         elif name == "beside":
-            self.results.add(f"{run}.kept", [kept for kept, _ in found])
-            self.results.add(f"{run}.slower", [slower for _, slower in found])
+            self.results.add(f"{run}.long", [turn.alone_ms for turn in found])
+            self.results.add(f"{run}.kept", [turn.kept for turn in found])
+            self.results.add(f"{run}.slower", [turn.slower for turn in found])
         else:
             self.results.add(f"{run}.{name}", found)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from bench_http import BenchFailed, Reply
 from bench_server import Prompts, Server
@@ -65,18 +66,19 @@ async def append(
     return values
 
 
+class Beside(NamedTuple):
+    alone_ms: float  # the long prompt's time to the first token, alone
+    kept: float  # percent of its speed that a stream beside it has
+    slower: float  # that prompt's time, as a multiple of the one alone
+
+
 async def beside(
     server: Server, prompts: Prompts, tokens: int, long_tokens: int, repeats: int
-) -> list[tuple[float, float]]:
-    """A steady stream of ``tokens`` in, beside a long prompt.
-
-    Returns:
-        For each turn: the share of its speed that the stream kept, in percent, and the prompt's
-        time to the first token as a multiple of its time alone.
-    """
-    alone_s = [(await server.ask(prompts.new(long_tokens), 2)).ttft_s for _ in range(repeats)]
+) -> list[Beside]:
+    """A steady stream of ``tokens`` in, beside a long prompt; each turn after one alone."""
     found = []
     for _ in range(repeats):
+        alone_s = (await server.ask(prompts.new(long_tokens), 2)).ttft_s
         stream = server.start(prompts.new(tokens), 100 * STREAM_TOKENS)
         await stream.tokens(2 * STREAM_TOKENS)
         long = await server.ask(prompts.new(long_tokens), 2)
@@ -88,7 +90,7 @@ async def beside(
         alone_rate = (len(before) - 1) / (before[-1] - before[0])
         during = sum(long.sent_s <= t < long.token_times_s[0] for t in times)
         kept = during / long.ttft_s / alone_rate
-        found.append((100 * kept, long.ttft_s / statistics.median(alone_s)))
+        found.append(Beside(1e3 * alone_s, 100 * kept, long.ttft_s / alone_s))
     return found
 
 

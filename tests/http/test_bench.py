@@ -186,8 +186,8 @@ async def test_any_server_is_measured_by_its_url(front, tmp_path):
     kept = json.loads((tmp_path / "results.json").read_text())
     assert not kept["failed"]
     assert {key: len(values) for key, values in kept["values"].items()} == {
-        "url.decode": 2, "url.streams": 1, "url.cold": 2, "url.append20": 2, "url.kept": 1,
-        "url.slower": 1,
+        "url.decode": 2, "url.streams": 1, "url.cold": 2, "url.append20": 2, "url.long": 1,
+        "url.kept": 1, "url.slower": 1,
     }  # fmt: skip
     assert "| decode, 1 stream |" in out.decode()
     assert process.returncode == 0
