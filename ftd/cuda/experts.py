@@ -22,7 +22,7 @@ from ftd.experts.slots import EMPTY
 
 from .prompt_share import Busy
 from .residency import Residency
-from .tables import Marker
+from .tables import Marker, past_copies
 
 # Streamed ahead to a prompt's next layer: what a fast link moves while a layer of it computes, the
 # next one attends and routes, and the host launches all that: 1 ms, and 1 ms for each 1024 tokens.
@@ -62,6 +62,10 @@ class CudaExperts(Residency):
             pause()  # other steps, too, may need the staging area
             pause = NO_PAUSE
         if self.all_resident and self._trace is None:
+            if pause.is_waited_for():  # what is due goes by the time: the host must not be ahead
+                reached = Marker(self._device)
+                reached.mark()
+                reached.wait()
             pause()
             return self._ops.moe(x, ids, weights, table[row], self._layout, self._activation)
         chosen = ids.cpu().numpy()  # waits: what to bring depends on it
@@ -83,7 +87,8 @@ class CudaExperts(Residency):
         if not len(missed):
             pause()
             return self._ops.moe(x, ids, weights, table[row], self._layout, self._activation)
-        return self._with_missed(row, x, ids, weights, chosen, counts, missed, pause)
+        with past_copies(self._num_tokens >= policy.AHEAD_FROM_TOKENS):
+            return self._with_missed(row, x, ids, weights, chosen, counts, missed, pause)
 
     def _with_missed(
         self,

@@ -39,7 +39,7 @@ from .division import MOST_LENT, Division
 from .memory import DeviceMemory
 from .prompt_share import PromptShare
 from .staging import Places
-from .tables import Marker, Upload, behind_copies, on_stream
+from .tables import Marker, Upload, on_stream, past_copies
 
 # A miss of a decode step is read over the link; bringing it into a slot costs one more read of it.
 LINK_ALLOWANCE = Allowance(fills=2.0, cost_misses=1.0)
@@ -93,9 +93,7 @@ class Residency(Residents):
         self._device = device
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._table_of_step = Upload(torch.from_numpy(self._address).to(device, copy=True))
-        self._table_of_pass = Upload(
-            torch.from_numpy(self._host[0]).to(device, copy=True), passes_copies=True
-        )
+        self._table_of_pass = Upload(torch.from_numpy(self._host[0]).to(device, copy=True))
         record = layout.record_bytes
         self._slots = memory.reserve(self._moe_experts * record, num_slots * record)
         most = max(num_staging, self.num_experts)
@@ -181,16 +179,16 @@ class Residency(Residents):
         self._uses, self._trace = np.zeros_like(self._uses), None
         self._begin_step()
         self._paused = True
-        outside = behind_copies.set(True)
-        if self._dirty:  # the slots of those that the pass has evicted are being overwritten
-            self._publish()
         try:
-            with self.division.beside_pass():
+            with past_copies(), self.division.beside_pass():
+                if (
+                    self._dirty
+                ):  # the slots of those that the pass has evicted are being overwritten
+                    self._publish()
                 yield
         finally:
             self._step, self._uses, self._num_tokens, self._wanted, self._trace = outer
             self._paused = False
-            behind_copies.reset(outside)
 
     def launching(self, *, divided: bool) -> Launch:
         """Before a captured step is launched; ``routed`` takes it back."""

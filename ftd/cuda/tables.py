@@ -6,15 +6,14 @@ versions and takes the oldest, whose copy is long done; if it is not, it waits f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 
-# The copy engine has much to do: small copies go past it.
-behind_copies: ContextVar[bool] = ContextVar("behind_copies", default=False)
+_past_copies: ContextVar[bool] = ContextVar("past_copies", default=False)
 
 VERSIONS = 4  # one being read by a running step, one by a launched one, and two to spare
 
@@ -24,14 +23,24 @@ def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
+@contextmanager
+def past_copies(many: bool = True) -> Iterator[None]:
+    """Inside, ``bring`` does not wait for the copies that are on their way, if they are many."""
+    outside = _past_copies.set(many)
+    try:
+        yield
+    finally:
+        _past_copies.reset(outside)
+
+
 def bring(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Queue a copy from pinned memory past the copies that are on their way to the device."""
-    if target.is_cuda:
+    """Queue a small copy from pinned memory to the device."""
+    if target.is_cuda and _past_copies.get():
         from ftd.kernels.triton.pull import pull
 
         pull(source, target)
     else:
-        target.copy_(source)
+        target.copy_(source, non_blocking=True)
 
 
 class Marker:
@@ -58,20 +67,10 @@ class Marker:
 
 
 class Upload:
-    """A device tensor whose contents the host replaces in stream order.
+    """A device tensor whose contents the host replaces in stream order."""
 
-    Args:
-        passes_copies: it does not wait for copies that are on their way.
-    """
-
-    def __init__(
-        self,
-        device_tensor: torch.Tensor,
-        versions: int = VERSIONS,
-        *,
-        passes_copies: bool = False,
-    ) -> None:
-        self.device_tensor, self._passes_copies = device_tensor, passes_copies
+    def __init__(self, device_tensor: torch.Tensor, versions: int = VERSIONS) -> None:
+        self.device_tensor = device_tensor
         shape, dtype, device = device_tensor.shape, device_tensor.dtype, device_tensor.device
         pin = device.type == "cuda"
         self._buffers = [torch.empty(shape, dtype=dtype, pin_memory=pin) for _ in range(versions)]
@@ -84,10 +83,7 @@ class Upload:
         self._next = (version + 1) % len(self._buffers)
         self._markers[version].wait()
         self._buffers[version].copy_(host)
-        if self._passes_copies or behind_copies.get():
-            bring(self.device_tensor, self._buffers[version])
-        else:
-            self.device_tensor.copy_(self._buffers[version], non_blocking=True)
+        bring(self.device_tensor, self._buffers[version])
         self._markers[version].mark()
 
 

@@ -52,6 +52,9 @@ class StepsBeside:
         """There are no prompts any more."""
         self._pauses = self._pauses.over()
 
+    def is_waited_for(self) -> bool:
+        return bool(self._streams())
+
     def coming_s(self) -> float:
         rows = len(self._streams())
         return self._pauses.pause_s(self._steps.clock(), self._decode_s(rows)) if rows else 0.0

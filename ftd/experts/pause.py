@@ -8,6 +8,10 @@ from typing import Protocol
 class Pause(Protocol):
     """Made once a layer, when steps of others disturb the pass least."""
 
+    def is_waited_for(self) -> bool:
+        """Whether anybody could have a step in this pass."""
+        ...
+
     def coming_s(self) -> float:
         """How long it is expected to be if it is made now; 0: nobody has a step to run."""
         ...
@@ -24,6 +28,9 @@ class Pause(Protocol):
 
 class NoPause:
     """Of a step that nobody waits for."""
+
+    def is_waited_for(self) -> bool:
+        return False
 
     def coming_s(self) -> float:
         return 0.0
