@@ -17,14 +17,17 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from .activation import Activation
-from .cpu.service import Mailbox
 from .formats import ExpertLayout
 from .ops import Ops
 from .reference import expert_product
+
+if TYPE_CHECKING:
+    from .cpu.service import Mailbox
 
 # what ``Shared.report`` begins with; the keys of stored experts follow
 STORED, WANTED, FETCHED, ON_CPU, KEYS = range(5)

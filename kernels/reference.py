@@ -20,7 +20,6 @@ import ctypes
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 
 from . import decode
 from .activation import SILU, Activation
@@ -139,7 +138,7 @@ class TorchOps(ComposedOps):
         return x
 
     def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return (F.silu(gate.double()).float() * up.float()).to(gate.dtype)
+        return (torch.nn.functional.silu(gate.double()).float() * up.float()).to(gate.dtype)
 
 
 def record_at(address: int, layout: ExpertLayout) -> torch.Tensor:  # [record_bytes] uint8
@@ -184,7 +183,7 @@ def activate(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> to
     """h in float32, of float32; see ``Activation``."""
     limit, alpha = activation.limit, activation.alpha
     g = gate.clamp(max=limit)
-    silu = F.silu(g.double() * alpha) / alpha  # g · sigmoid(alpha · g)
+    silu = torch.nn.functional.silu(g.double() * alpha) / alpha  # g · sigmoid(alpha · g)
     return silu.float() * (up.clamp(-limit, limit) + activation.shift)
 
 
@@ -194,7 +193,7 @@ def _matmul(
 ) -> torch.Tensor:  # [T, O] float32
     """x Wᵀ in blocks of fixed shape: see the head of this file."""
     (rows, columns), outputs = x.shape, weight.shape[0]
-    blocks = F.pad(x, (0, 0, 0, -rows % BLOCK_ROWS)).view(-1, BLOCK_ROWS, columns)
+    blocks = torch.nn.functional.pad(x, (0, 0, 0, -rows % BLOCK_ROWS)).view(-1, BLOCK_ROWS, columns)
     out = torch.empty(len(blocks), BLOCK_ROWS, outputs)
     slice_rows = max(1, SLICE_BYTES // (4 * columns))
     for start in range(0, outputs, slice_rows):

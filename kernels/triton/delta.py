@@ -31,7 +31,7 @@ import triton.language as tl
 
 from ..delta import UNIT_EPS, DeltaWeights, LayerStates, StateSpan
 from .moe_decode import matrix
-from .numbers import TL_DTYPE, power_of_2
+from .numbers import power_of_2, tl_dtype
 
 CHUNK_ROWS = 64
 SLOT_ALIGN = 16  # bytes, of each part of a slot: the widest load
@@ -292,7 +292,7 @@ def delta_chunks(
     precision = "tf32x3" if qkv.dtype == torch.float32 else "tf32"
     _heads_kernel[(len(chunks), 2 * NK + NV)](
         qkv, weights.conv, states.address, chunks, heads, qkv.stride(0), states.tail, UNIT_EPS,
-        **dims, W=width, ACT=TL_DTYPE[qkv.dtype], ALIGN=SLOT_ALIGN, ROWS=CHUNK_ROWS,
+        **dims, W=width, ACT=tl_dtype(qkv.dtype), ALIGN=SLOT_ALIGN, ROWS=CHUNK_ROWS,
         BLOCK=max(key_block, value_block),
         num_warps=8,
     )  # fmt: skip

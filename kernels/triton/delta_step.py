@@ -17,7 +17,7 @@ import triton.language as tl
 from ..delta import UNIT_EPS, DeltaWeights, LayerStates, StateRows
 from .delta import SLOT_ALIGN, log_decay, silu
 from .launch import chained, let_next_start, wait_for_earlier
-from .numbers import TL_DTYPE, matrix, power_of_2
+from .numbers import matrix, power_of_2, tl_dtype
 
 
 @triton.jit
@@ -113,7 +113,7 @@ def delta_step(
         states.address, rows.source, rows.target, y, states.recurrent, states.tail,
         qkv.stride(0), z.stride(0), a.stride(0), UNIT_EPS, weights.norm_eps,
         NK=weights.num_key_heads, NV=NV, DK=DK, DV=DV, W=width,
-        ACT=TL_DTYPE[qkv.dtype], ALIGN=SLOT_ALIGN,
+        ACT=tl_dtype(qkv.dtype), ALIGN=SLOT_ALIGN,
         DKP=power_of_2(DK), DVP=power_of_2(DV),
         num_warps=8, **chained(qkv),
     )  # fmt: skip

@@ -21,7 +21,7 @@ from ..divide import FETCHED, KEYS, ON_CPU, STORED, WANTED, Shared
 from ..formats import ExpertLayout
 from .launch import chained, let_next_start, prefetch, wait_for_earlier
 from .moe_decode import combine
-from .numbers import INTERPRETED, TL_DTYPE, matrix, power_of_2
+from .numbers import INTERPRETED, matrix, power_of_2, tl_dtype
 from .ops import CudaOps
 from .route import chosen_by
 
@@ -270,7 +270,7 @@ def _divide(
         row, T=T, K=K, H=H, E=E, PARTS=shared.parts, PART_ROWS=shared.part_rows,
         CHOOSE=logits is not None, NORMALISE=normalise,
         MOST=len(fetch_of) - 1, LENT=len(shared.lent),
-        ACT=TL_DTYPE[x.dtype], RP=routes, EP=power_of_2(E), HP=min(COPY_COLUMNS, power_of_2(H)),
+        ACT=tl_dtype(x.dtype), RP=routes, EP=power_of_2(E), HP=min(COPY_COLUMNS, power_of_2(H)),
         CPU=box is not None, SIGNAL=not INTERPRETED, num_warps=1 if routes <= 16 else 4,
         **chained(ids),
     )  # fmt: skip

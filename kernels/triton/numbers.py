@@ -6,10 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
-TL_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-
 # Fixed at import, as triton's decorators fix it. Products of bfloat16 matrices are wrong there.
 INTERPRETED: bool = triton.knobs.runtime.interpret
+
+
+def tl_dtype(dtype: torch.dtype) -> tl.dtype:
+    """Triton's name of bfloat16, float16 or float32."""
+    found: tl.dtype = getattr(tl, str(dtype).removeprefix("torch."))
+    return found
 
 
 def wide_dot(act: torch.dtype) -> bool:

@@ -24,6 +24,7 @@ from . import (
     norms,
     route,
 )
+from .keys import settle_keys
 from .moe_decode import Tuning
 
 # A float32 copy of a larger weight matrix is made in slices of this size.
@@ -40,6 +41,7 @@ class CudaOps:
     name = "triton"
 
     def __init__(self, tuning: Tuning = moe_decode.DEFAULT) -> None:
+        settle_keys()
         self.tuning = tuning
         # partial sums of cuBLAS, too, are float32
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False

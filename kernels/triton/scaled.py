@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from ..formats import FORMATS, MatrixLayout
-from .numbers import TL_DTYPE, matrix, power_of_2, wide_dot
+from .numbers import matrix, power_of_2, tl_dtype, wide_dot
 
 UNIT_BYTES = tl.constexpr(16)
 FP8 = tl.constexpr(FORMATS["fp8"].code)
@@ -66,7 +66,7 @@ def stored(m: MatrixLayout) -> Stored:
     return Stored(
         kind=fmt.code,
         bits=fmt.bits,
-        dtype=tl.uint8 if fmt.scaled else TL_DTYPE[fmt.dtype],
+        dtype=tl.uint8 if fmt.scaled else tl_dtype(fmt.dtype),
         scaled=fmt.scaled,
         scale_dtype=tl.bfloat16 if fmt.scale_dtype is torch.bfloat16 else tl.uint8,
         across=m.scale_shape[1] if fmt.scaled else 0,
@@ -313,6 +313,6 @@ def dot_type(matrix: Stored, act: torch.dtype) -> DotType:
         return DotType(tl.float32, "ieee")
     if matrix.kind == INT4.value:
         return DotType(tl.float32, "tf32")
-    if (matrix.scaled and act == torch.bfloat16) or matrix.dtype == TL_DTYPE[act]:
-        return DotType(TL_DTYPE[act], "ieee")
+    if (matrix.scaled and act == torch.bfloat16) or matrix.dtype == tl_dtype(act):
+        return DotType(tl_dtype(act), "ieee")
     return DotType(tl.float32, "ieee")
