@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-EVERYWHERE = {"errors", "units", "config", "kinds", "log"}
+EVERYWHERE = {"errors", "units", "config", "kinds", "log", "lazy"}
 MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "kv": {"kernels", "model.spec"},

@@ -1,22 +1,26 @@
 """Kernels compiled side by side, before a warm-up would compile them one after the other.
 
 A rehearsal of the warm-up tells which kernels it needs: within ``compiling`` a launch only queues
-its kernel for compilation, and what it would have written stays zero, which is a valid index
-wherever one is read. Triton keeps what was compiled in memory and in its cache on disk. Its passes
-and the assembler run without Python's lock, so threads do.
+its kernel for ``Compiler``, and what it would have written stays zero, which is a valid index
+wherever one is read. The warm-up then takes what was compiled from Triton's cache on disk.
 """
 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 from torch.overrides import TorchFunctionMode
+
+from .compiler import Compiler, Job
+
+log = structlog.get_logger(__name__)
 
 _UNSET = (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty)
 
@@ -55,16 +59,20 @@ def _kind(value: Any) -> Any:
 
 
 @contextmanager
-def compiling(threads: int) -> Iterator[None]:
+def compiling(processes: int) -> Iterator[None]:
     """Compile the Triton kernels that are launched within, and launch none of them.
 
     Leaving it waits for all. A kernel that does not compile is left to its first launch, which says
     what is wrong with it.
     """
-    from triton import AsyncCompileMode
     from triton.runtime.jit import JITFunction
 
-    run, queued = JITFunction.run, set()
+    from ftd.kernels.triton.keys import settle_keys
+
+    settle_keys()
+    run, do_compile = JITFunction.run, JITFunction._do_compile
+    queued, submitted, signatures = set(), set(), set()
+    compiler, began_s = Compiler(processes), time.monotonic()
 
     def queue(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         kind = id(self), *map(_kind, args), *((name, _kind(v)) for name, v in kwargs.items())
@@ -72,10 +80,39 @@ def compiling(threads: int) -> Iterator[None]:
             queued.add(kind)
             run(self, *args, grid=grid, warmup=True, **kwargs)
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="ftd-compile") as executor:
-        JITFunction.run = queue
-        try:
-            with AsyncCompileMode(executor, ignore_errors=True), _Zeros():
-                yield
-        finally:
-            JITFunction.run = run
+    def submit(
+        self: Any, key: Any, signature: Any, device: Any, constants: Any, options: Any,
+        attributes: Any, warmup: bool,
+    ) -> None:  # fmt: skip
+        if (id(self), key) in submitted:  # not all that is launched with other numbers is another
+            return
+        submitted.add((id(self), key))
+        types = tuple(signature.values())
+        compiler.submit(
+            Job(
+                self.fn.__module__,
+                self.fn.__qualname__,
+                signature,
+                constants,
+                attributes,
+                options.__dict__,
+                self.device_caches[device][2],
+                launcher=types not in signatures,
+            )
+        )
+        signatures.add(types)
+
+    JITFunction.run, JITFunction._do_compile = queue, submit
+    try:
+        with _Zeros():
+            yield
+    finally:
+        JITFunction.run, JITFunction._do_compile = run, do_compile
+        queued_s = time.monotonic() - began_s
+        log.info(
+            "kernels.compiled",
+            count=compiler.finish(),
+            of=len(compiler.jobs),
+            queued_s=round(queued_s, 2),
+            took_s=round(time.monotonic() - began_s, 2),
+        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,7 @@ from ftd.kernels.sample import (
     sample_ref,
 )
 
+from .precompile import mark_of
 from .tables import Upload
 
 MOST_ROWS = 8  # of one launch
@@ -193,10 +195,22 @@ class RowSampler:
         )  # fmt: skip
 
 
-def compile_kernels(vocab: int, device: torch.device) -> None:
-    """Compile what draws need, or take it from the cache on disk, before anybody waits for it."""
+def load_kernels(vocab: int, device: torch.device) -> None:
+    """Take what draws need from the cache on disk, before anybody waits for it.
+
+    What is not there yet is left to the rehearsal of a warm-up.
+    """
+    from ftd.kernels.triton.keys import settle_keys
+
+    settle_keys()
+    if not mark_of_draws(vocab, device).exists():
+        return
     memory = SamplerMemory(vocab, device)
     sampler = RowSampler(MOST_ROWS, memory)
     logits = torch.zeros(MOST_ROWS, vocab, device=device)
     for shapes in ALL_SHAPES:
         sampler.draw(logits, shapes)
+
+
+def mark_of_draws(vocab: int, device: torch.device) -> Path:
+    return mark_of("draws", vocab, torch.cuda.get_device_capability(device))

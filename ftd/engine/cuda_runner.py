@@ -10,7 +10,6 @@ More sequences than the largest graph holds go in waves, each a launch of its ow
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from ftd.cuda.graphs import BATCHES, DecodeGraph, DecodeRow, batch_for
 from ftd.cuda.kv import CudaKvCache
 from ftd.cuda.precompile import compiling, mark_of
 from ftd.cuda.residency import Launch
-from ftd.cuda.sampling import MOST_ROWS, RowSampler, SamplerMemory
+from ftd.cuda.sampling import MOST_ROWS, RowSampler, SamplerMemory, mark_of_draws
 from ftd.cuda.tables import Fetched
 from ftd.engine.api import Sampling
 from ftd.engine.batch import Span, pack
@@ -89,15 +88,13 @@ class CudaRunner:
         stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         pool = None
         kinds = [(batch, divided) for divided in self._variants for batch in reversed(BATCHES)]
-        mark = self._mark() if self._device.type == "cuda" else None
-        if mark and not mark.exists():
-            began_s = time.monotonic()
+        marks = self._marks() if self._device.type == "cuda" else ()
+        if not all(mark.exists() for mark in marks):
             try:
                 with compiling(usable_cores()):
                     self.rehearse(kinds)
             except Exception:  # the warm-up will show whether it matters
                 log.warning("kernels.not_rehearsed", cost="a slower start", exc_info=True)
-            log.info("kernels.compiled", took_s=round(time.monotonic() - began_s, 2))
         for done, kind in enumerate(kinds):  # the largest first: its memory serves all
             progress(done, len(kinds))
             graph = self._graphs[kind] = self._new_graph(*kind)
@@ -105,21 +102,27 @@ class CudaRunner:
                 pool = graph.capture(pool, stream)
         progress(len(kinds), len(kinds))
         self._warm_prompts()
-        if mark:
+        for mark in marks:
             with suppress(OSError):  # of a cache that cannot be written: it is compiled each time
                 mark.touch()
 
-    def _mark(self) -> Path:
+    def _marks(self) -> tuple[Path, ...]:
         sizes = self._most_pages, self._chunk_tokens, self._kv.page_tokens, self._variants
         kind, dtype = torch.cuda.get_device_capability(self._device), self._kv.k[0].dtype
-        return mark_of(self._model.spec, self._experts.layout, dtype, kind, sizes)
+        steps = mark_of(self._model.spec, self._experts.layout, dtype, kind, sizes)
+        return steps, mark_of_draws(self.memory.vocab, self._device)
 
     def rehearse(self, kinds: Sequence[tuple[int, bool]]) -> None:
         """Go through the motions of ``warm_up``, where launches only compile."""
-        for kind in kinds:
-            self._new_graph(*kind).rehearse()
-        self._warm_prompts()
-        self._samplers.clear()
+        whole = self._model
+        self._model = whole.of_each_kind()
+        try:
+            for kind in kinds:
+                self._new_graph(*kind).rehearse()
+            self._warm_prompts()
+        finally:
+            self._model = whole
+            self._samplers.clear()
 
     def launch_empty(self, batch: int) -> bool:
         """Queue a captured step of which no row is in use: it computes all but the experts.

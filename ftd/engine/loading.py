@@ -134,15 +134,14 @@ def load_core(
         )
         undo.callback(pool.close)
         threads = None if config.load_threads == "auto" else config.load_threads
-        beside = None
-        if plan.vram is not None:  # triton takes a second to import, and more to compile
-            beside = threading.Thread(
-                target=_prepare_kernels,
-                args=(spec.vocab, torch.device("cuda", plan.vram.gpu.index)),
-                name="ftd-kernels",
-                daemon=True,
+        kernels = None
+        if plan.vram is not None:  # triton takes a second to import
+            args = spec.vocab, torch.device("cuda", plan.vram.gpu.index)
+            kernels = threading.Thread(
+                target=_prepare_kernels, args=args, name="ftd-kernels", daemon=True
             )
-            beside.start()
+            kernels.start()
+            undo.callback(kernels.join)
         began_s = time.monotonic()
         weights = load_weights(
             prepared.checkpoint,
@@ -155,13 +154,13 @@ def load_core(
         )
         num_bytes, read_s = plan.dense_bytes + plan.pool_bytes, time.monotonic() - began_s
         log.info("weights.read", bytes=num_bytes, read_s=round(read_s, 2))
-        if beside:
-            beside.join()
         _refuse_if(cancelled)
         if config.fault.load:
             _inject_load_fault(config.fault.load)
-        build = _on_cpu if plan.vram is None else _on_gpu
-        parts = build(config, prepared, pool, weights, undo)
+        if kernels is None:
+            parts = _on_cpu(config, prepared, pool, weights, undo)
+        else:
+            parts = _on_gpu(config, prepared, pool, weights, undo, kernels)
         _refuse_if(cancelled)
         core = EngineCore(
             parts.model,
@@ -201,10 +200,10 @@ def _prepare_kernels(vocab: int, device: torch.device) -> None:
     """While the disk is read. Whoever needs what cannot be had fails as this did, and says so."""
     with suppress(ImportError, RuntimeError):
         import ftd.kernels.triton.ops  # noqa: F401
-        from ftd.cuda.sampling import compile_kernels
+        from ftd.cuda.sampling import load_kernels
 
         torch.cuda.set_device(device)
-        compile_kernels(vocab, device)
+        load_kernels(vocab, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,9 +264,8 @@ def _on_gpu(
     pool: HostPool,
     weights: dict[str, Matrix],
     undo: ExitStack,
+    kernels: threading.Thread,
 ) -> _Parts:
-    from ftd.kernels.triton.ops import CudaOps  # triton is there only where a GPU is usable
-
     spec, plan = prepared.spec, prepared.plan
     assert plan.vram is not None
     dtype = getattr(torch, act_dtype(config, spec))
@@ -289,6 +287,9 @@ def _on_gpu(
     pinned_s = time.monotonic()
     for name in list(weights):  # one at a time: host memory goes as the GPU's comes
         weights[name] = weights[name].to(device)
+    kernels.join()
+    from ftd.kernels.triton.ops import CudaOps  # triton is there only where a GPU is usable
+
     ops = CudaOps()
     model = prepared.architecture.build(spec, weights, ops, dtype)
     torch.cuda.empty_cache()  # the parts of matrices that were joined: gigabytes, in all layers
@@ -361,8 +362,8 @@ def _on_gpu(
     )
     host = HostTier(pinned, kv, plan.page_tokens) if pinned else None
     profiling = on_gpu(config, prepared, pool, dtype, experts, runner)
-    kernels = f"triton on {plan.vram.gpu.name}"
-    return _Parts(kernels, model, kv, experts, runner, profiling, host)
+    name = f"triton on {plan.vram.gpu.name}"
+    return _Parts(name, model, kv, experts, runner, profiling, host)
 
 
 def _cpu_experts(

@@ -84,6 +84,13 @@ class Model(Protocol):
         """Write the rows' KV and return logits [R, V] float32 of ``step.logit_rows``."""
         ...
 
+    def of_each_kind(self) -> Model:
+        """Itself with one layer of each kind: what launches the same kernels.
+
+        Its logits mean nothing.
+        """
+        ...
+
 
 class Architecture(Protocol):
     """One module per family; ``ftd.model.registry.ARCHITECTURES`` maps model_type to it."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import torch
 
+from ftd.kernels.formats import PackedMatrix
 from ftd.kernels.unsummed import Unsummed, summed
 from ftd.kv.cache import KvCache
 
@@ -57,7 +59,25 @@ class Decoder:
         logits = self.head(normed)  # [R, V]
         return logits if self.spec.logit_scale == 1.0 else logits / self.spec.logit_scale
 
+    def of_each_kind(self) -> Decoder:
+        """See ``Model``; a kind is what a layer computes, and how its weights are stored."""
+        first: dict[Any, Layer] = {}
+        for spec, layer in zip(self.spec.layers, self.layers):
+            first.setdefault((spec, _formats(layer)), layer)
+        return replace(self, layers=list(first.values()))
+
     def _part(self, block: Block, normed: torch.Tensor, run: Pass) -> torch.Tensor | Unsummed:
         """What a block adds to the residual stream."""
         delta, scale = block(normed, run), self.spec.residual_scale
         return delta if scale == 1.0 else summed(delta) * scale
+
+
+def _formats(part: Any) -> Any:
+    """How the weights of a layer are stored: matrices of one shape may differ in it."""
+    if isinstance(part, PackedMatrix):
+        return part.layout
+    if isinstance(part, torch.Tensor):
+        return part.dtype, part.shape
+    if is_dataclass(part):
+        return tuple(_formats(getattr(part, field.name)) for field in fields(part))
+    return tuple(map(_formats, part)) if isinstance(part, (list, tuple)) else None

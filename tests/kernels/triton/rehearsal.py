@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 
 import torch
+import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.runtime import driver
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "engine"))
@@ -20,9 +20,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "cuda"))
 from cuda_core import cuda_core
 
 from ftd.cuda import precompile
+from ftd.cuda.compiler import Compiler, Job
 from ftd.cuda.graphs import BATCHES
-from ftd.engine import cuda_runner
 from ftd.engine.cuda_runner import CudaRunner
+from ftd.kernels.formats import FORMATS, expert_layout
 from ftd.kernels.triton.ops import CudaOps
 
 ORACLES = Path(__file__).parents[2] / "data" / "oracles"
@@ -45,44 +46,64 @@ class Driver:
 
 
 class Counting:
-    """An executor that compiles nothing."""
+    """A compiler that compiles nothing."""
 
-    def __init__(self, threads: int, **_: object) -> None:
-        pass
+    def __init__(self, processes: int) -> None:
+        self.jobs: list[Job] = []
 
-    def __enter__(self) -> Counting:
-        return self
+    def submit(self, job: Job) -> None:
+        self.jobs.append(job)
+        NAMES.append(job.kernel)
 
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def submit(self, work) -> Future:
-        source = next(c.cell_contents for c in work.__closure__ if hasattr(c.cell_contents, "fn"))
-        NAMES.append(source.fn.__name__)
-        done: Future = Future()
-        done.set_result(None)
-        return done
+    def finish(self) -> int:
+        return 0
 
 
 def compile_some() -> dict[str, object]:
     ops = CudaOps()
     x, weight = torch.ones(4, 64), torch.ones(64)
+    jobs: list[Job] = []
+    submit = Compiler.submit
+
+    def noticed(compiler: Compiler, job: Job) -> None:
+        jobs.append(job)
+        submit(compiler, job)
+
+    Compiler.submit = noticed
     with precompile.compiling(2):
         first = ops.rms_norm(x, weight, 1e-6, torch.float32)
         ops.rms_norm(x, weight, 1e-6, torch.float32)
-        ops.silu_mul(x, x)
+        ops.rms_norm(x[:3], weight, 1e-6, torch.float32)  # nor is this another kernel
+        layout = expert_layout(FORMATS["bf16"], 64, 32)  # its kernels call others
+        routes = torch.zeros(4, 2, dtype=torch.int32), torch.ones(4, 2)
+        ops.moe(x.bfloat16(), *routes, torch.zeros(8, dtype=torch.int64), layout)
     unset = torch.empty(1 << 16).fill_(1)  # the modes are gone
     mark = precompile.mark_of("a model", 9)
     mark.touch()
     assert mark != precompile.mark_of("another model", 9) and mark == precompile.mark_of(
         "a model", 9
     )
-    return {"zeros": not first.any().item(), "after": bool(unset.all())}
+    return {
+        "zeros": not first.any().item(),
+        "after": bool(unset.all()),
+        "found": [found_on_disk(job) for job in jobs],
+        "stubs": [job.launcher for job in jobs],
+    }
+
+
+def found_on_disk(job: Job) -> bool:
+    """Whether this process, which compiles in another order, would find the kernel."""
+    hits: list[bool] = []
+    knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
+    kernel = getattr(import_module(job.module), job.kernel)
+    source = ASTSource(kernel, job.signature, job.constants, job.attributes)
+    triton.compile(source, target=job.target, options=job.options)
+    return hits == [True]
 
 
 def rehearse(name: str) -> dict[str, object]:
     """Which kernels a rehearsal finds, and which a warm-up needs beside them."""
-    precompile.ThreadPoolExecutor = Counting
+    precompile.Compiler = Counting
     warm_up, found = CudaRunner.warm_up, []
 
     def rehearsed(runner, progress) -> None:
@@ -102,26 +123,22 @@ def rehearse(name: str) -> dict[str, object]:
 
 def start_on_gpu(name: str) -> dict[str, object]:
     """What a start with an empty cache compiles in its rehearsal, and what only afterwards."""
-    compiled: dict[bool, list[str]] = {True: [], False: []}
-    rehearsing = False
+    submit = Compiler.submit
+    late: list[str] = []
 
-    @contextmanager
-    def noticed(threads: int) -> Iterator[None]:
-        nonlocal rehearsing
-        with precompile.compiling(threads):
-            rehearsing = True
-            yield
-        rehearsing = False
+    def noticed(compiler: Compiler, job: Job) -> None:
+        NAMES.append(job.kernel)
+        submit(compiler, job)
 
     def compile_ended(*, src, cache_hit: bool, **_: object) -> None:
         if not cache_hit:
-            compiled[rehearsing].append(src.name)
+            late.append(src.name)
 
-    cuda_runner.compiling = noticed
+    Compiler.submit = noticed
     knobs.compilation.listener = compile_ended
     with cuda_core(ORACLES / name, slots=9, ops=CudaOps(), device="cuda:0", fetch_of=[0, 0, 1]):
         pass
-    return {"found": len(compiled[True]), "missing": sorted(compiled[False])}
+    return {"found": len(NAMES), "missing": sorted(late)}
 
 
 def main() -> None:

@@ -27,8 +27,10 @@ def run(cache: Path, *arguments: str) -> dict:
 
 
 def test_launches_compile_and_leave_zeros(tmp_path):
-    assert run(tmp_path) == {"zeros": True, "after": True}
-    assert len(list(tmp_path.rglob("*.cubin"))) == 2
+    done = run(tmp_path)
+    assert done["zeros"] and done["after"]
+    assert len(list(tmp_path.rglob("*.cubin"))) == len(done["found"]) == 4
+    assert all(done["found"]) and all(done["stubs"])
 
 
 @pytest.mark.parametrize(
