@@ -92,7 +92,7 @@ class CudaBench:
         self, table: torch.Tensor, rows: int, experts: int, seconds: float, *, asks: bool = False
     ) -> float:
         run = self._run(rows)
-        run.use(table, over_link=not asks)
+        run.use(table, 0 if asks else self._division.parts)
         found: dict[int, list[float]] = {experts: [], 0: []}
 
         def once() -> None:
@@ -118,7 +118,7 @@ class CudaBench:
     def beside(self, rows: int, experts: int, seconds: float) -> tuple[float, float]:
         assert self._cpu is not None
         run, cpu = self._run(rows), self._cpu
-        run.use(self._host, over_link=True)
+        run.use(self._host, self._division.parts)
         link: list[tuple[float, float]] = []  # alone, and beside the CPU
         on_cpu: tuple[list[float], list[float]] = ([], [])
 
@@ -138,6 +138,25 @@ class CudaBench:
         repeat(once, seconds)
         alone_s, beside_s = (median(times) for times in zip(*link))
         return alone_s / beside_s, median(on_cpu[0]) / median(on_cpu[1])
+
+    def link_asked_s(self, rows: int, seconds: float) -> float | None:
+        """One expert, of which the CPU has so little that the link is the later of both."""
+        parts = self._division.parts
+        if parts == 1:
+            return None
+        run = self._run(rows)
+        found: list[tuple[float, float, float]] = []
+
+        def once() -> None:
+            run.use(self._host, parts - 1)
+            shared_s = self._launched_s(run, 1)
+            run.use(self._host, parts)
+            found.append((shared_s, self._launched_s(run, 1), self._launched_s(run, 0)))
+
+        repeat(once, seconds)
+        shared_s, alone_s, nothing_s = (median(times) for times in zip(*found))
+        share = 1 - self._layout.part_rows / self._layout.inner
+        return max(0.0, shared_s - nothing_s - share * (alone_s - nothing_s))
 
     def handshake_s(self, seconds: float) -> float | None:
         if self._cpu is None:
@@ -274,11 +293,11 @@ class _Run:
             self._work()
         self._graph = graph
 
-    def use(self, table: torch.Tensor, *, over_link: bool) -> None:
-        """Experts are at ``table`` [L, E]; those not in slots are the link's, or the CPU's."""
+    def use(self, table: torch.Tensor, on_link: int) -> None:
+        """Experts are at ``table`` [L, E]; of those not in slots the link has so many parts."""
         self._shared.address.copy_(table)
         most = self._shared.fetch_of.shape[-1]
-        self._shared.fetch_of.copy_(torch.arange(most) * self._shared.parts * over_link)
+        self._shared.fetch_of.copy_(torch.arange(most) * on_link)
 
     def draw(self, random: np.random.Generator, experts: int) -> None:
         _, rows, each = self._ids.shape

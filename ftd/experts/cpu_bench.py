@@ -103,6 +103,9 @@ class CpuBench:
     def beside(self, rows: int, experts: int, seconds: float) -> tuple[float, float]:
         raise AssertionError("there is no link")
 
+    def link_asked_s(self, rows: int, seconds: float) -> float | None:
+        return None
+
     def handshake_s(self, seconds: float) -> float | None:
         return None
 

@@ -48,6 +48,10 @@ class Bench(Protocol):
         """The part of its rate that each of link and CPU keeps while both run."""
         ...
 
+    def link_asked_s(self, rows: int, seconds: float) -> float | None:
+        """What asking the CPU adds to the link's time; None: experts are not divided."""
+        ...
+
     def handshake_s(self, seconds: float) -> float | None:
         """What asking adds to the CPU's work; None: nobody asks."""
         ...
@@ -103,6 +107,7 @@ _NAMES = {
     "link": "the link",
     "cpu": "the CPU",
     "both": "link and CPU together",
+    "asked": "the link while the CPU is asked",
     "hits": "experts in slots",
     "layer": "a layer without experts",
     "handshake": "the handshake",
@@ -143,6 +148,7 @@ def _tasks(bench: Bench, effort: Effort) -> Iterator[_Task]:
                 yield _Task("cpu", rows, experts)
         if bench.has_link and bench.has_cpu:
             yield _Task("both", rows, counts[-1])
+            yield _Task("asked", rows)
         for experts in {counts[0], counts[-1]} if bench.has_hits else ():
             yield _Task("hits", rows, experts)
         yield _Task("layer", rows)
@@ -165,6 +171,8 @@ def _sample(bench: Bench, task: _Task, seconds: float) -> tuple[float, ...] | No
             return (bench.hits_s(task.rows, task.experts, seconds),)
         case "both":
             return bench.beside(task.rows, task.experts, seconds)
+        case "asked":
+            found = bench.link_asked_s(task.rows, seconds)
         case "layer":
             found = bench.fixed_s(task.rows, seconds)
         case "handshake":
@@ -199,6 +207,7 @@ def _profile(
             line("hits", rows),
             *beside(rows),
             only(_Task("layer", rows)),
+            only(_Task("asked", rows)) or 0.0,
         )
         for rows in effort.batches
     )

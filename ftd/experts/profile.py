@@ -51,6 +51,7 @@ class Figures:
     link_beside_cpu: float = 1.0  # part of its rate that the link keeps while the CPU computes
     cpu_beside_link: float = 1.0
     fixed_s: float | None = None  # of a layer: what it takes beside its experts; None: not known
+    link_asked_s: float = 0.0  # what asking the CPU adds to the link's fixed time
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,7 @@ class Profile:
             cpu_fixed_s=of.cpu.fixed_s,
             link_beside_cpu=of.link_beside_cpu,
             cpu_beside_link=of.cpu_beside_link,
+            link_asked_s=of.link_asked_s,
         )
 
     def fetch_of(
@@ -204,6 +206,7 @@ def _refuse_absurd(profile: Profile) -> None:
     lines = [line for f in profile.figures for line in (f.link, f.cpu, f.hits)]
     numbers = [n for line in lines for n in (line.experts_per_s, line.fixed_s)]
     numbers += [f.fixed_s for f in profile.figures if f.fixed_s is not None]
+    numbers += [f.link_asked_s for f in profile.figures]
     numbers += [profile.read_bytes_per_s, profile.handshake_s, profile.measured_at]
     numbers += [profile.cpu_row_s, *(profile.prefetch_bytes or ())]
     for number in (*shares, *numbers, profile.expert_bytes, *batches):

@@ -26,11 +26,12 @@ class Rates:
     cpu_fixed_s: float  # the handshake: publish, wake, answer
     link_beside_cpu: float = 1.0  # (0, 1]: part of its rate the link keeps while the CPU computes
     cpu_beside_link: float = 1.0  # (0, 1]: part of its rate the CPU keeps while the link reads
+    link_asked_s: float = 0.0  # what asking the CPU adds to the link's fixed cost
 
     def __post_init__(self) -> None:
         assert min(self.link_experts_per_s, self.cpu_experts_per_s) >= 0, self
         assert max(self.link_experts_per_s, self.cpu_experts_per_s) > 0, self
-        assert min(self.link_fixed_s, self.cpu_fixed_s) >= 0, self
+        assert min(self.link_fixed_s, self.cpu_fixed_s, self.link_asked_s) >= 0, self
         assert 0 < self.link_beside_cpu <= 1 and 0 < self.cpu_beside_link <= 1, self
 
 
@@ -52,13 +53,14 @@ def finish_s(rates: Rates, on_link: float, on_cpu: float) -> tuple[float, float]
     cpu_s = on_cpu and on_cpu / rates.cpu_experts_per_s
     if not (on_link and on_cpu):
         return (link_s and rates.link_fixed_s + link_s, cpu_s and rates.cpu_fixed_s + cpu_s)
-    start = max(rates.link_fixed_s, rates.cpu_fixed_s)  # from here on both run
-    link_left = max(0.0, link_s - (start - rates.link_fixed_s))
+    link_fixed_s = rates.link_fixed_s + rates.link_asked_s
+    start = max(link_fixed_s, rates.cpu_fixed_s)  # from here on both run
+    link_left = max(0.0, link_s - (start - link_fixed_s))
     cpu_left = max(0.0, cpu_s - (start - rates.cpu_fixed_s))
     shared = min(link_left / rates.link_beside_cpu, cpu_left / rates.cpu_beside_link)
     link_tail = link_left - shared * rates.link_beside_cpu
     cpu_tail = cpu_left - shared * rates.cpu_beside_link
-    link_end = start + shared + link_tail if link_left else rates.link_fixed_s + link_s
+    link_end = start + shared + link_tail if link_left else link_fixed_s + link_s
     cpu_end = start + shared + cpu_tail if cpu_left else rates.cpu_fixed_s + cpu_s
     return link_end, cpu_end
 

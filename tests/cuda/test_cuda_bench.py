@@ -103,6 +103,23 @@ def test_with_the_cpu_all_is_measured_and_the_mailbox_serves_on(pool, native_ops
     assert len(profile.fetch_of(1, K)) == K + 1
 
 
+def test_what_asking_adds_is_what_the_links_share_does_not_explain(monkeypatch):
+    layout = expert_layout(FORMATS["bf16"], 64, 256)
+    assert layout.parts == 4
+    pool = HostPool(1, E, layout, range(1))
+    host = pool.addresses(0)[None]
+    division = Division(TorchOps(), layout, SILU, host, (0, 1), None)
+    bench = CudaBench(KEY, division, layout, host, CPU, torch.bfloat16, K, pinned=True)
+
+    def launched_s(bench, run, experts):
+        on_link = int(run._shared.fetch_of[0, experts])
+        return 10e-6 + {(0, 0): 0, (1, 4): 80e-6, (1, 3): 60e-6 + 7e-6}[experts, on_link]
+
+    monkeypatch.setattr(CudaBench, "_launched_s", launched_s)
+    assert bench.link_asked_s(1, 1e-4) == pytest.approx(7e-6)
+    pool.close()
+
+
 def test_nothing_is_read_over_a_link_that_kernels_cannot_use(pool):
     bench, _ = make(pool, TorchOps(), pinned=False, resident=lambda: np.empty(0, np.int64))
     profile = finish(measure(bench, QUICK, now=1.0))

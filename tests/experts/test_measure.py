@@ -50,6 +50,10 @@ class Scripted:
         self.calls += 1
         return (0.9, 1.3) if self.calls % 7 == 0 else (0.9, 0.5)
 
+    def link_asked_s(self, rows, seconds):
+        assert self.has_link and self.has_cpu
+        return self._noisy(17e-6)
+
     def handshake_s(self, seconds):
         return 5e-6
 
@@ -86,6 +90,8 @@ def test_rates_of_a_known_machine_come_out_again():
         assert figures.link_beside_cpu == pytest.approx(0.9, rel=0.01)
         assert figures.cpu_beside_link == pytest.approx(0.5, rel=0.01)
         assert figures.fixed_s == pytest.approx(50e-6 + figures.batch * 1e-6)
+        assert figures.link_asked_s == pytest.approx(17e-6)
+        assert profile.rates(figures.batch).link_asked_s == figures.link_asked_s
     assert (profile.handshake_s, profile.read_bytes_per_s) == (5e-6, 7e9)
     assert (profile.measured_at, profile.quick, profile.key) == (123.0, False, KEY)
     assert (profile.gpu_name, profile.cpu_row_s) == ("a GPU", 20e-6)

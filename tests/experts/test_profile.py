@@ -27,7 +27,7 @@ from ftd.experts.split import fetch_table, prompt_share
 KEY = Key("GPU-1", "a processor", 14, "bf16 2048x768")
 BYTES = 3 * 2048 * 768 * 2
 FIGURES = Figures(
-    1, Line(5393.0, 3e-6), Line(11740.0, 37e-6), Line(350_000.0, 1e-6), 0.97, 0.88, 52e-6
+    1, Line(5393.0, 3e-6), Line(11740.0, 37e-6), Line(350_000.0, 1e-6), 0.97, 0.88, 52e-6, 17e-6
 )
 PROFILE = Profile(
     KEY,
@@ -135,7 +135,12 @@ def test_what_is_no_profile_is_refused(change):
 
 
 def test_a_share_or_a_rate_that_cannot_be_is_refused():
-    for part, value in (("link_beside_cpu", 0.0), ("cpu_beside_link", 1.5), ("batch", -1)):
+    for part, value in (
+        ("link_beside_cpu", 0.0),
+        ("cpu_beside_link", 1.5),
+        ("batch", -1),
+        ("link_asked_s", -1e-6),
+    ):
         values = json.loads(to_json(PROFILE))
         values["figures"][0][part] = value
         with pytest.raises(ValueError):
@@ -184,6 +189,6 @@ def test_many_profiles_of_random_figures_survive_json():
     random = np.random.default_rng(0)
     for _ in range(20):
         a, b, c = random.uniform(1e-6, 1e6, 3).tolist()
-        figures = Figures(2, Line(a, b), Line(c, a), Line(b, c), 0.5, 0.25, None)
+        figures = Figures(2, Line(a, b), Line(c, a), Line(b, c), 0.5, 0.25, None, a)
         profile = replace(PROFILE, figures=(figures,), quick=True)
         assert from_json(to_json(profile)) == profile
