@@ -20,18 +20,18 @@ from typing import Any, Protocol
 import structlog
 
 from ftd.errors import (
-    ContextExceeded,
     EngineFailed,
     FtdError,
     GpuLost,
     NotReady,
     QueueFull,
     RequestCancelled,
-    RequestInvalid,
     first_line,
 )
 
+from .admission import check_request, retry_after_s
 from .api import EngineLimits, EngineRequest, EngineStatus, Finish, Output
+from .ticket import EngineTicket
 
 log = structlog.get_logger(__name__)
 
@@ -92,55 +92,6 @@ class _Wake:
 _Message = _Add | _End | _Call | _Close | _Wake
 
 
-class EngineTicket:
-    """A request on its way; lives on the event loop (see ``api.Ticket``)."""
-
-    __slots__ = ("_engine", "_outputs", "_over", "_wake", "request_id")
-
-    def __init__(self, engine: EngineThread, request_id: str) -> None:
-        self.request_id = request_id
-        self._engine = engine
-        self._outputs: deque[Output] = deque()
-        self._wake: asyncio.Future[None] | None = None
-        self._over = False  # nothing will be pushed any more
-
-    def __aiter__(self) -> EngineTicket:
-        return self
-
-    async def __anext__(self) -> Output:
-        while not self._outputs:
-            if self._over:
-                raise StopAsyncIteration
-            self._wake = asyncio.get_running_loop().create_future()
-            try:
-                await self._wake
-            finally:
-                self._wake = None
-        return self._outputs.popleft()
-
-    def end(self, finish: Finish = Finish.CANCELLED) -> None:
-        if not self._over:
-            self._engine._forget(self)
-            self._engine._send(_End(self.request_id, finish))
-            self._outputs.clear()
-            self._finish()
-
-    def _push(self, output: Output) -> None:
-        self._outputs.append(output)
-        if output.finish is not None:
-            self._finish()
-        else:
-            self._wake_up()
-
-    def _finish(self) -> None:
-        self._over = True
-        self._wake_up()
-
-    def _wake_up(self) -> None:
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
-
-
 class EngineThread:
     """``api.EngineHandle`` over a core on a thread of its own.
 
@@ -185,7 +136,7 @@ class EngineThread:
                 retry_after_s=retry_after_s(self._status),
             )
         assert request.request_id not in self._tickets, request.request_id
-        ticket = EngineTicket(self, request.request_id)
+        ticket = EngineTicket(request.request_id, self._leave)
         self._tickets[request.request_id] = ticket
         self._idle.clear()
         self._send(_Add(request))
@@ -245,7 +196,12 @@ class EngineThread:
     def _end_with(self, ticket: EngineTicket, error: Exception) -> None:
         finish = Finish.CANCELLED if isinstance(error, RequestCancelled) else Finish.ERROR
         self._forget(ticket)
-        ticket._push(Output(ticket.request_id, finish=finish, error=error))
+        ticket.push(Output(ticket.request_id, finish=finish, error=error))
+
+    def _leave(self, ticket: EngineTicket, finish: Finish) -> None:
+        """Whoever holds it wants no more."""
+        self._forget(ticket)
+        self._send(_End(ticket.request_id, finish))
 
     def _forget(self, ticket: EngineTicket) -> None:
         self._tickets.pop(ticket.request_id, None)
@@ -259,7 +215,7 @@ class EngineThread:
                 continue
             if output.finish is not None:
                 self._forget(ticket)
-            ticket._push(output)
+            ticket.push(output)
 
     def _fail_all(self, cause: Exception) -> None:
         self._refusal = NotReady(
@@ -399,31 +355,6 @@ class EngineThread:
             return
         self._published_s = now_s
         self._status = self._core.status()
-
-
-def check_request(request: EngineRequest, limits: EngineLimits) -> None:
-    """Refuse what can never run. Raises ContextExceeded or RequestInvalid."""
-    tokens = len(request.prompt_ids)
-    if tokens == 0:
-        raise RequestInvalid("the prompt has 0 tokens, at least 1 is needed", param="prompt")
-    low, high = min(request.prompt_ids), max(request.prompt_ids)
-    if low < 0 or high >= limits.vocab:
-        raise RequestInvalid(
-            f"a prompt token id is {low if low < 0 else high}, "
-            f"the model's ids are 0 to {limits.vocab - 1}",
-            param="prompt",
-        )
-    # one token of room: a prompt that fills the context could not be answered
-    most = min(limits.context_tokens, limits.pool_tokens)
-    if tokens >= most:
-        raise ContextExceeded(tokens, most - 1, raised_by=limits.raised_by)
-    assert request.max_tokens >= 1, request.max_tokens
-
-
-def retry_after_s(status: EngineStatus) -> float:
-    """When a place in a full queue may be free: the oldest request's age is a fair guess."""
-    oldest = max((r.age_s for r in status.requests), default=1.0)
-    return float(min(30, max(1, round(oldest / max(1, status.running)))))
 
 
 def _as_refusal(cause: Exception | None) -> FtdError:

@@ -10,8 +10,9 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from ftd.cuda.faults import is_lost
+from ftd.engine.admission import check_request
 from ftd.engine.api import EngineLimits, EngineRequest, EngineStatus, Finish, Output, Sampling
-from ftd.engine.thread import EngineThread, check_request
+from ftd.engine.thread import EngineThread
 from ftd.errors import (
     ContextExceeded,
     EngineFailed,
