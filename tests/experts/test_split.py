@@ -127,8 +127,8 @@ def test_one_miss_is_shared_where_both_paths_end_together():
 
 
 def test_a_link_that_waits_while_the_cpu_is_asked_reads_less():
-    """The H200 machine: one missed expert took 81 µs with 3 of 12 parts over the link, 85 with 2 and
-    84 with 4; two took 142 with 6 of 24, 149 with 4 and 151 with 8."""
+    """The H200 machine: one missed expert took 81 µs with 3 of 12 parts over the link, 85 with 2
+    and 84 with 4; two took 142 with 6 of 24, 149 with 4 and 151 with 8."""
     rates = Rates(5446.0, 4e-6, 15_080.0, 34e-6, 0.91, 0.98, link_asked_s=17e-6)
     assert fetch_table(rates, 2, 12) == (0, 3 / 12, 6 / 12)
     assert fetch_table(replace(rates, link_asked_s=0.0), 2, 12) == (0, 4 / 12, 7 / 12)
