@@ -40,7 +40,7 @@ def layer_s(
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Of one decode step, or means over the last five or so."""
+    """Of one decode step, or means over some."""
 
     step_s: float = 0.0
     link_busy_s: float = 0.0  # with misses
@@ -53,12 +53,24 @@ class StepTimes:
         """What a miss costs more than a hit. Less than 0 where hits take longer anyway."""
         return self.saved_s / self.misses if self.misses else 0.0
 
-    def after(self, step: StepTimes) -> StepTimes:
-        """These means, and one more step."""
-        if not self.step_s:
-            return step
-        pairs = zip(astuple(self), astuple(step), strict=True)
-        return StepTimes(*(mean + LEARNT * (new - mean) for mean, new in pairs))
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How decode steps go: the last one, and means over the last five or so."""
+
+    last: StepTimes = StepTimes()
+    mean: StepTimes = StepTimes()
+
+    def after(self, step: StepTimes) -> Pace:
+        if not self.mean.step_s:
+            return Pace(step, step)
+        pairs = zip(astuple(self.mean), astuple(step), strict=True)
+        return Pace(step, StepTimes(*(mean + LEARNT * (new - mean) for mean, new in pairs)))
+
+    @property
+    def misses_cost(self) -> bool:
+        """The last steps and the very last one agree that with a miss less they were faster."""
+        return self.mean.miss_s > 0 and (not self.last.misses or self.last.miss_s > 0)
 
 
 def step_times(
@@ -95,16 +107,17 @@ def fill_s(rates: Rates, times: StepTimes) -> float:
     return met_s / (rates.link_experts_per_s * times.step_s)
 
 
-def allowance(rates: Rates, times: StepTimes) -> Allowance:
-    """How many experts the idle link can bring beside such steps, and at which price.
+def allowance(rates: Rates, pace: Pace) -> Allowance:
+    """How many experts the idle link can bring beside steps of such a pace, and at which price.
 
     Where hits take longer than misses anyway nothing that comes in is worth its slot.
     """
-    if not rates.link_experts_per_s or times.step_s <= 0:
+    mean = pace.mean
+    if not rates.link_experts_per_s or mean.step_s <= 0:
         return Allowance(0.0, 0.0)
-    idle_s = max(0.0, times.step_s - times.link_busy_s)
+    idle_s = max(0.0, mean.step_s - mean.link_busy_s)
     return Allowance(
         fills=(1 - LEFT_IDLE) * idle_s * rates.link_experts_per_s,
-        cost_misses=fill_s(rates, times) / max(times.miss_s, NO_MISS_S),
-        worth=times.miss_s > 0,
+        cost_misses=fill_s(rates, mean) / max(mean.miss_s, NO_MISS_S),
+        worth=pace.misses_cost,
     )

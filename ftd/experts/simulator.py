@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from ftd.experts import costs, policy
-from ftd.experts.costs import Allowance, StepTimes
+from ftd.experts.costs import Allowance, Pace
 from ftd.experts.machines import Machine
 from ftd.experts.split import Rates, fetch_table
 
@@ -74,12 +74,8 @@ class Served:
 class Contender(Protocol):
     resident: np.ndarray  # [L, E] bool
 
-    def serve(self, used: np.ndarray, pace: StepTimes) -> Served:
-        """Serve one step that uses ``used`` [L, E]; ``resident`` is then that of the next step.
-
-        Args:
-            pace: means over the steps before.
-        """
+    def serve(self, used: np.ndarray, pace: Pace) -> Served:
+        """Serve one step that uses ``used`` [L, E]; ``resident`` is then that of the next step."""
         ...
 
 
@@ -109,7 +105,7 @@ class Default:
             Allowance(0, 0),
         )  # fmt: skip
 
-    def serve(self, used: np.ndarray, pace: StepTimes) -> Served:
+    def serve(self, used: np.ndarray, pace: Pace) -> Served:
         fill = self._plan.fill  # their copies run during this step, their slots are taken
         stored, wanted, on_link = self._read_through(used & ~self.resident)
         flat = self.resident.reshape(-1)
@@ -157,7 +153,7 @@ class LeastRecent:
         self.resident = np.zeros(used.shape[1:], bool)
         self._last = np.zeros(used.shape[1:], np.int64)
 
-    def serve(self, used: np.ndarray, pace: StepTimes) -> Served:
+    def serve(self, used: np.ndarray, pace: Pace) -> Served:
         self._now += 1
         on_link, missed = np.zeros((2, len(used)), np.int64)
         for layer, now in enumerate(used):
@@ -200,7 +196,7 @@ class Belady:
         for step in range(len(used) - 1, -1, -1):
             self._next[step] = np.where(used[step], step, self._next[step + 1])
 
-    def serve(self, used: np.ndarray, pace: StepTimes) -> Served:
+    def serve(self, used: np.ndarray, pace: Pace) -> Served:
         self._step += 1
         misses = used & ~self.resident
         kept = self.resident | used
@@ -276,7 +272,7 @@ def simulate(
     hit_s, rest_s = machine.hit_s(expert_bytes), used.shape[1] * machine.fixed_s(batch)
     skip = int(len(used) * warm_up)
     seconds = uses = missed = over_link = on_cpu = 0.0
-    pace = StepTimes()
+    pace = Pace()
     for step, now in enumerate(used):
         misses = (now & ~contender.resident).sum(1)
         served = contender.serve(now, pace)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ftd.experts.costs import StepTimes
+from ftd.experts.costs import Pace, StepTimes
 from ftd.experts.machines import MACHINES, PARTS
 from ftd.experts.profile import Figures, Key, Line, Profile, to_json
 from ftd.experts.simulator import (
@@ -148,7 +148,7 @@ def test_any_number_of_slots_runs_and_is_never_exceeded(name, slots):
     rates = MACHINES["h200"].rates(EXPERT_BYTES)
     contender = CONTENDERS[name](used, slots, rates, PARTS)
     for now in used:
-        served = contender.serve(now, StepTimes())
+        served = contender.serve(now, Pace())
         assert contender.resident.sum() <= slots
         assert (served.on_link <= now.sum(1)).all()
 
@@ -177,7 +177,7 @@ def test_lru_keeps_the_most_recent():
 def test_fixed_split_carries_its_halves_on():
     used = np.ones((100, 1, 1), bool)
     policy = LeastRecent(used, 0, 0.3)
-    assert sum(int(policy.serve(now, StepTimes()).on_link.sum()) for now in used) == 30
+    assert sum(int(policy.serve(now, Pace()).on_link.sum()) for now in used) == 30
 
 
 def test_default_begins_with_full_slots_and_keeps_them_filled():
@@ -185,8 +185,9 @@ def test_default_begins_with_full_slots_and_keeps_them_filled():
     policy = Default(used, 200, MACHINES["h200"].rates(EXPERT_BYTES))
     assert policy.resident.sum() == 200
     assert np.ptp(policy.resident.sum(1)) <= 1  # evenly over the layers
+    pace = Pace().after(StepTimes(1e-2, saved_s=1e-4, misses=1))
     for now in used:
-        policy.serve(now, StepTimes(1e-2, saved_s=1e-4, misses=1))
+        policy.serve(now, pace)
     assert policy.resident.sum() >= 190
 
 
