@@ -10,7 +10,7 @@ from dataclasses import astuple, dataclass
 
 import numpy as np
 
-from ftd.experts.split import Rates, finish_s
+from ftd.experts.split import Rates
 
 LEARNT = 0.2  # of a step, by the means over steps
 LEFT_IDLE = 0.25  # of the link's idle time, since steps differ
@@ -24,18 +24,6 @@ class Allowance:
     fills: float  # how many, on average: a fraction is saved up
     cost_misses: float  # what one fill slows the step, counted in average misses
     worth: bool = True  # a miss less makes the step faster
-
-
-def layer_s(
-    rates: Rates, on_link: float, on_cpu: float, both_fixed_s: float = 0.0
-) -> tuple[float, float, float]:
-    """Until the link, the CPU, and a layer's missed experts are done.
-
-    Args:
-        both_fixed_s: what the layer takes more where both have some of them.
-    """
-    link_s, cpu_s = finish_s(rates, on_link, on_cpu)
-    return link_s, cpu_s, max(link_s, cpu_s) + (both_fixed_s if link_s and cpu_s else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +66,13 @@ def step_times(
 ) -> StepTimes:
     """
     Args:
-        layers_s: [L, 3] what ``layer_s`` says of each layer.
+        layers_s: [L, 2] what ``split.finish_s`` says of each layer.
         misses, hits: [L] distinct experts.
         hit_s: of one resident expert.
         rest_s: of the step, beside its experts.
     """
-    link_s, cpu_s, waits_s = layers_s.T
+    link_s, cpu_s = layers_s.T
+    waits_s = np.maximum(link_s, cpu_s)
     hits_s = hits * hit_s
     took_s = np.maximum(waits_s, hits_s)
     # of each miss: what its layer would take if it were a hit

@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from ftd.experts.split import Rates
 
 GB = 1e9
-# What a layer takes more than the later of link and CPU where both compute: one missed expert, 6 to
-# 10 of its 12 parts over the link, took the H200 machine 16 to 21 µs more than their rates say.
-BOTH_FIXED_S = 18e-6
 PARTS = 12  # of 64 of the 768 inner rows of an expert of Qwen3-30B-A3B
 HANDSHAKE_S = 4e-6  # publish, wake and answer inside a graph; measured on the H200 machine
 
@@ -31,7 +28,7 @@ class Machine:
     cpu_fixed_s: float = 0.0  # of a layer's experts on the CPU, beside the handshake
     cpu_row_fixed_s: float = 0.0  # more of it for each further row
     link_fixed_s: float = 3e-6  # first bytes of a read over the link
-    both_fixed_s: float = 0.0  # of a layer that both compute; 0: not known
+    link_asked_s: float = 0.0  # more of it where the CPU is asked; 0: not known
     layer_fixed_s: float = 37e-6  # attention, router, launches, and the head's part
     row_fixed_s: float = 12e-6  # more of it for each further row
     parts: int = PARTS  # of an expert that link and CPU may share
@@ -47,6 +44,7 @@ class Machine:
             cpu_fixed_s=self.handshake_s + self.cpu_fixed_s + (batch - 1) * self.cpu_row_fixed_s,
             link_beside_cpu=self.link_beside_cpu,
             cpu_beside_link=max(0.05, 1 - lost),
+            link_asked_s=self.link_asked_s,
         )
 
     def hit_s(self, expert_bytes: float) -> float:
@@ -72,7 +70,7 @@ def _h200(
         dram_per_link_byte=lost,
         cpu_fixed_s=cpu_fixed_s,
         cpu_row_fixed_s=10e-6,  # one expert with 1, 4 and 8 rows: 116, 147 and 184 µs
-        both_fixed_s=BOTH_FIXED_S,
+        link_asked_s=17e-6,  # one expert, 8 to 11 of 12 parts over the link
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
-from ftd.experts.machines import BOTH_FIXED_S, PARTS, Machine
+from ftd.experts.machines import PARTS, Machine
 from ftd.experts.split import PromptRates, Rates, beside_copies, fetch_table
 
 VERSION = 1  # raised when an old file would be misread
@@ -140,7 +140,7 @@ class Profile:
             handshake_s=0.0,  # in the CPU's fixed time
             cpu_fixed_s=of.cpu.fixed_s,
             link_fixed_s=of.link.fixed_s,
-            both_fixed_s=BOTH_FIXED_S,
+            link_asked_s=of.link_asked_s,
             parts=parts,
             **known,
         )

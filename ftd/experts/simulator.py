@@ -18,7 +18,7 @@ import numpy as np
 from ftd.experts import costs, policy
 from ftd.experts.costs import Allowance, Pace
 from ftd.experts.machines import Machine
-from ftd.experts.split import Rates, fetch_table
+from ftd.experts.split import Rates, fetch_table, finish_s
 
 # ---- routing --------------------------------------------------------------------------------
 
@@ -268,7 +268,7 @@ def simulate(
     """Decode all steps under one policy; the first ``warm_up`` part of them is not counted."""
     rates, parts = machine.rates(expert_bytes, batch), machine.parts
     contender = (make or CONTENDERS[name])(used, num_slots, rates, parts)
-    layers_s = _layers_s(rates, int(used.sum(2).max()), parts, machine.both_fixed_s)
+    layers_s = _layers_s(rates, int(used.sum(2).max()), parts)
     hit_s, rest_s = machine.hit_s(expert_bytes), used.shape[1] * machine.fixed_s(batch)
     skip = int(len(used) * warm_up)
     seconds = uses = missed = over_link = on_cpu = 0.0
@@ -299,13 +299,12 @@ def simulate(
     )
 
 
-def _layers_s(rates: Rates, most: int, parts: int, both_fixed_s: float) -> np.ndarray:
-    """[misses, parts over the link, 3]: ``costs.layer_s``."""
-    times = np.zeros((most + 1, most * parts + 1, 3))
+def _layers_s(rates: Rates, most: int, parts: int) -> np.ndarray:
+    """[misses, parts over the link, 2]: ``split.finish_s``."""
+    times = np.zeros((most + 1, most * parts + 1, 2))
     for misses in range(most + 1):
         for part in range(misses * parts + 1):
-            on_link = part / parts
-            times[misses, part] = costs.layer_s(rates, on_link, misses - on_link, both_fixed_s)
+            times[misses, part] = finish_s(rates, part / parts, misses - part / parts)
     return times
 
 

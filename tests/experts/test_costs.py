@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftd.experts.costs import Pace, StepTimes, allowance, fill_s, layer_s, step_times
-from ftd.experts.split import Rates, fetch_table
+from ftd.experts.costs import Pace, StepTimes, allowance, fill_s, step_times
+from ftd.experts.split import Rates, fetch_table, finish_s
 
 LINK = Rates(1000.0, 0.0, 0.0, 0.0)  # a millisecond for one expert
 BOTH = Rates(1000.0, 0.0, 1000.0, 0.0, cpu_beside_link=0.5)
 
 
 def link_step(misses: list[int], hits: list[int], hit_s: float, rest_s: float) -> StepTimes:
-    layers_s = np.array([layer_s(LINK, missed, 0) for missed in misses])
+    layers_s = np.array([finish_s(LINK, missed, 0) for missed in misses])
     return step_times(layers_s, np.array(misses), np.array(hits), hit_s, rest_s)
 
 
@@ -38,7 +38,7 @@ def test_a_fill_delays_the_reads_it_meets():
 
 
 def test_a_fill_beside_the_cpu_alone_takes_dram_rate_away():
-    step = step_times(np.array([layer_s(BOTH, 0, 1)]), np.array([1]), np.array([0]), 0.0)
+    step = step_times(np.array([finish_s(BOTH, 0, 1)]), np.array([1]), np.array([0]), 0.0)
     assert (step.link_busy_s, step.cpu_busy_s) == (0, 1e-3)
     assert fill_s(BOTH, step) == pytest.approx(0.5e-3)
     assert fill_s(BOTH, replace(step, cpu_busy_s=0.0)) == 0
@@ -49,13 +49,6 @@ def test_what_the_hits_hide_costs_nothing():
     step = link_step([1], [5], hit_s=1e-3, rest_s=0.0)
     assert (step.step_s, step.saved_s) == (5e-3, pytest.approx(-1e-3))
     assert not allowance(LINK, steps(step)).worth
-
-
-def test_a_layer_that_both_compute_takes_more_than_the_later_of_them():
-    link_s, cpu_s, both_s = layer_s(BOTH, 1, 1, both_fixed_s=1e-4)
-    assert both_s == pytest.approx(max(link_s, cpu_s) + 1e-4)
-    assert layer_s(BOTH, 1, 0, both_fixed_s=1e-4) == (1e-3, 0, 1e-3)
-    assert layer_s(BOTH, 0, 1, both_fixed_s=1e-4) == (0, 1e-3, 1e-3)
 
 
 def test_means_follow_a_change_within_tens_of_steps():
@@ -98,7 +91,7 @@ rates = st.builds(
 def test_fills_fit_into_the_idle_link_and_take_no_more_than_a_copy(r, seed, hit_s, rest_s):
     misses = np.random.default_rng(seed).integers(0, 5, 6)
     on_link = np.array(fetch_table(r, 4, 12))[misses]
-    layers_s = np.array([layer_s(r, f, m - f) for m, f in zip(misses, on_link, strict=True)])
+    layers_s = np.array([finish_s(r, f, m - f) for m, f in zip(misses, on_link, strict=True)])
     step = step_times(layers_s, misses, 8 - misses, hit_s, rest_s)
     offer = allowance(r, steps(step))
     idle_s = step.step_s - step.link_busy_s

@@ -98,6 +98,7 @@ def test_the_simulator_gets_the_rates_that_were_measured():
     for name in ("link_experts_per_s", "cpu_experts_per_s", "cpu_fixed_s", "link_fixed_s"):
         assert getattr(found, name) == pytest.approx(getattr(expected, name))
     assert found.cpu_beside_link == pytest.approx(0.88)
+    assert found.link_asked_s == expected.link_asked_s == 17e-6
     assert machine.hit_s(BYTES) == pytest.approx(1 / 350_000)
     assert machine.fixed_s(1) == pytest.approx(52e-6)
     assert machine.fixed_s(4) == pytest.approx(85e-6)

@@ -110,7 +110,7 @@ def test_prediction_agrees_with_the_measured_rate(
             batch=streams,
         )
         predicted.append(outcome.tokens_per_s)
-    assert np.mean(predicted) == pytest.approx(measured_tokens_per_s, rel=0.15)
+    assert np.mean(predicted) == pytest.approx(measured_tokens_per_s, rel=0.2)
 
 
 def test_every_contender_that_divides_by_rates_is_made_with_the_parts():
