@@ -10,16 +10,13 @@ from ftd.kernels.formats import ExpertLayout
 from ftd.kv.state_cache import slot_bytes
 from ftd.kv.states import LIVE_STATES
 from ftd.kv.windowing import Windowing, windowing
-from ftd.memory import vram
+from ftd.memory.chunk import PAGE_TOKENS, Chunk, choose_chunk
 from ftd.memory.machine import Gpu
 from ftd.memory.plan import MemoryPlan
-from ftd.memory.workspace import workspace_bytes
 from ftd.model.spec import ModelSpec, MoeSpec
 from ftd.units import MiB
 
-PAGE_TOKENS = 16  # small enough to share prefixes well, large enough to read in one go
 MIN_CONTEXT_TOKENS = 64  # less than a chat template and a short answer is no service
-PREFILL_CHUNK_TOKENS = 256  # a longer one gains little on a CPU and makes others wait
 HEADROOM_BYTES = 256 * MiB  # interpreter, libraries, requests and answers as text
 HEADROOM_SHARE = 0.02  # of the weights: page tables, and what allocators keep
 
@@ -29,20 +26,6 @@ def act_dtype(config: Config, spec: ModelSpec) -> Literal["bfloat16", "float32"]
     if config.dtype != "auto":
         return config.dtype
     return "float32" if spec.dtype == "float32" else "bfloat16"
-
-
-@dataclass(frozen=True, slots=True)
-class _OfChunk:
-    """What goes with the number of tokens in one step."""
-
-    tokens: int
-    workspace_bytes: int
-    num_window_pages: int
-    window_bytes: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.workspace_bytes + self.window_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,45 +63,29 @@ class Needs:
         if windows is not None:
             token_bytes -= windows.token_bytes(act_bytes)
             state_bytes = windows.slot_bytes(act_bytes)
+        page_bytes = PAGE_TOKENS * token_bytes
+        state_bytes = state_bytes or slot_bytes(spec, act_bytes)
+        live_states = LIVE_STATES * config.max_running if spec.delta_layers else 0
 
-        def of_chunk(tokens: int) -> _OfChunk:
-            num_window_pages = window_bytes = 0
-            if windows is not None:
-                num_window_pages = windows.num_pages(PAGE_TOKENS, config.max_running, tokens)
-                window_bytes = num_window_pages * PAGE_TOKENS * windows.token_bytes(act_bytes)
-            workspace = workspace_bytes(
-                spec,
-                layout,
-                rows=tokens + config.max_running,
-                sampled=max(config.max_running, vram.SAMPLED_ROWS if gpu else 0),
-                on_gpu=gpu is not None,
-            )
-            return _OfChunk(tokens, workspace, num_window_pages, window_bytes)
+        def of_chunk(tokens: int) -> Chunk:
+            return Chunk.of(spec, layout, config, tokens, act_bytes, gpu is not None)
 
-        longest = spec.context if config.context == "auto" else config.context
-        if started and started.windowing:  # its pages are there, for chunks as they are
-            chunk = of_chunk(started.prefill_chunk)
-        elif config.prefill_chunk != "auto":
-            chunk = of_chunk(min(config.prefill_chunk, longest))
-        elif gpu is None:
-            chunk = of_chunk(min(PREFILL_CHUNK_TOKENS, longest))
-        else:
-            longest = min(longest, started.prefill_chunk) if started else longest
-            room = vram.PREFILL_SHARE * vram.budget_bytes(config, gpu)
-            sizes = [of_chunk(min(tokens, longest)) for tokens in vram.PREFILL_CHUNKS]
-            chunk = next((size for size in sizes if size.num_bytes <= room), sizes[-1])
+        least = MIN_CONTEXT_TOKENS if config.context == "auto" else config.context
+        others = dense_bytes + live_states * state_bytes
+        others += page_bytes * pages_for(least if config.kv_tokens == "auto" else config.kv_tokens)
+        chunk = choose_chunk(spec, config, gpu, others, of_chunk, started)
         return Needs(
             spec=spec,
             num_experts=num_experts,
             record_bytes=layout.record_bytes,
-            page_bytes=PAGE_TOKENS * token_bytes,
+            page_bytes=page_bytes,
             chunk=chunk.tokens,
             dense_bytes=dense_bytes,
             pool_bytes=pool_bytes,
             workspace_bytes=chunk.workspace_bytes,
             headroom_bytes=HEADROOM_BYTES + int(HEADROOM_SHARE * (dense_bytes + pool_bytes)),
-            state_bytes=state_bytes or slot_bytes(spec, act_bytes),
-            live_states=LIVE_STATES * config.max_running if spec.delta_layers else 0,
+            state_bytes=state_bytes,
+            live_states=live_states,
             windowing=windows,
             num_window_pages=chunk.num_window_pages,
             window_bytes=chunk.window_bytes,

@@ -23,9 +23,6 @@ OVERHEAD_BYTES = 1024 * MiB
 # driver's granularity, in 280.
 CHUNK_BYTES = 32 * MiB
 CHUNKED_RANGES = 3  # slots, staging, KV: the last chunk of each is used in part
-# Any chunk brings most experts over the link: rather few large ones, as large as may be.
-PREFILL_CHUNKS = (8192, 4096, 2048)  # tokens
-PREFILL_SHARE = 0.08  # of the budget, at most, for what all but the smallest of them needs
 SPARE_BYTES = 512 * MiB  # left to the desktop and others where nobody gave a budget
 SPARE_SHARE = 0.03
 SAMPLED_ROWS = 8  # for which the sampler has counts, biases and room, however few run

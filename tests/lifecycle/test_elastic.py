@@ -17,7 +17,7 @@ from ftd.engine.loading import load_engine
 from ftd.engine.preparing import prepare
 from ftd.errors import ConfigError, ContextExceeded
 from ftd.lifecycle.elastic import ElasticMemory
-from ftd.memory import vram
+from ftd.memory import chunk, vram
 from ftd.memory.balance import LastMove
 from ftd.memory.change import Change
 from ftd.memory.machine import Gpu
@@ -158,14 +158,14 @@ async def test_prompts_go_in_smaller_steps_where_the_budget_is_small(memory, on_
     started = memory._prepared.plan
     assert started.prefill_chunk == 64  # what is counted of it grows little up to 256
     workspace = started.workspace_bytes - vram.CHUNKED_RANGES * vram.CHUNK_BYTES
-    monkeypatch.setattr(vram, "PREFILL_CHUNKS", (256, 128, 64))
-    monkeypatch.setattr(vram, "PREFILL_SHARE", workspace / (2 * GiB))
+    monkeypatch.setattr(chunk, "GPU_CHUNKS", (256, 128, 64))
+    monkeypatch.setattr(chunk, "SHARE", workspace / (1 * GiB))
     memory.config = replace(memory.config, prefill_chunk="auto")
     memory._prepared = replace(memory._prepared, plan=replace(started, prefill_chunk=256))
-    for mib, chunk in ((3000, 256), (1400, 64), (3000, 256)):
+    for mib, tokens in ((3000, 256), (1400, 64), (3000, 256)):
         await memory.apply(Change(vram=Amount(bytes=mib * MiB)))
-        assert memory.plan.prefill_chunk == chunk
-        assert await memory._engine.at_safe_point(lambda core: core.limits.chunk_tokens) == chunk
+        assert memory.plan.prefill_chunk == tokens
+        assert await memory._engine.at_safe_point(lambda core: core.limits.chunk_tokens) == tokens
 
 
 async def test_a_start_with_vram_auto_yields_until_a_size_is_asked_for(memory, on_gpu):

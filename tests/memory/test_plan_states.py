@@ -114,8 +114,9 @@ def test_a_gpu_has_the_states_of_running_sequences_and_the_host_those_to_resume_
     on_host = p.table().split("host memory")[1]
     assert "48 to resume from" in on_host and f"{3 * KEPT_STATES * STATE:,} B" in on_host
     assert plan(256 * GiB, p, gpu=gpu, vram=20 * GiB, max_running=3) == p
-    # of 2048 rows the residual stream and what the widest layer has at once; logits are more
-    assert p.vram.workspace_bytes < 2051 * (4 * 2048 + 35_000) * 4 + 1 * GiB
+    # of its rows the residual stream and what the widest layer has at once; logits are more
+    rows = p.prefill_chunk + 3
+    assert p.vram.workspace_bytes < rows * (4 * 2048 + 35_000) * 4 + 1 * GiB
     without = plan(256 * GiB, gpu=gpu, vram=20 * GiB, max_running=1)
     assert without.num_slots > p.num_slots
     with pytest.raises(BudgetExceeded) as refused:

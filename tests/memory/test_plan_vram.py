@@ -51,6 +51,9 @@ def test_a_prompt_goes_through_in_steps_as_large_as_a_small_part_of_the_budget_a
     assert [chunk(gib * GiB) for gib in (6, 10, 20)] == [2048, 4096, 8192]
     assert chunk(20 * GiB, context=3000) == 3000
     assert chunk(8 * GiB, prefill_chunk=6000) == 6000
+    for mib in range(7600, 30_000, 64):  # a larger chunk never takes what KV was asked for
+        budget = Amount(bytes=mib * MiB)
+        assert plan(32 * GiB, Config(vram=budget, kv_tokens=32768)).num_pages == 2048
     least, most = (plan(24 * GiB, Config(vram=Amount(bytes=n * GiB))) for n in (6, 20))
     assert plan(24 * GiB, Config(vram=Amount(bytes=6 * GiB)), most).prefill_chunk == 2048
     assert plan(24 * GiB, Config(vram=Amount(bytes=20 * GiB)), least).prefill_chunk == 2048
