@@ -90,8 +90,10 @@ def fill_s(rates: Rates, times: StepTimes) -> float:
     """By how much one background fill slows such a step, wherever in it the copy falls.
 
     Where it meets a read of a miss it delays it by the whole copy, where it meets the CPU it takes
-    DRAM rate away, elsewhere it is free.
+    DRAM rate away, elsewhere it is free. So it is where there is no link.
     """
+    if not rates.link_experts_per_s:
+        return 0.0
     met_s = times.link_busy_s + (1 - rates.cpu_beside_link) * times.cpu_busy_s
     return met_s / (rates.link_experts_per_s * times.step_s)
 

@@ -42,6 +42,7 @@ def test_a_fill_beside_the_cpu_alone_takes_dram_rate_away():
     assert (step.link_busy_s, step.cpu_busy_s) == (0, 1e-3)
     assert fill_s(BOTH, step) == pytest.approx(0.5e-3)
     assert fill_s(BOTH, replace(step, cpu_busy_s=0.0)) == 0
+    assert fill_s(replace(BOTH, link_experts_per_s=0.0), step) == 0
 
 
 def test_what_the_hits_hide_costs_nothing():
