@@ -50,3 +50,20 @@ def test_a_start_on_a_gpu_compiles_nothing_after_its_rehearsal(name, tmp_path):
     kernels = run(tmp_path, "gpu", name)
     assert kernels["found"] > 20
     assert not kernels["missing"]
+
+
+TORCH_FREE = """
+import sys
+from ftd.cuda import compiler
+from ftd.lazy import put_off
+put_off("torch")
+from ftd.kernels.triton.keys import settle_keys
+settle_keys()
+assert "torch._C" not in sys.modules
+"""
+
+
+def test_the_process_that_compiles_imports_no_torch():
+    """It would take longer than compiling."""
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    subprocess.run([sys.executable, "-c", TORCH_FREE], env=environment, check=True)
