@@ -117,9 +117,9 @@ class CudaRunner:
         whole = self._model
         self._model = whole.of_each_kind()
         try:
+            self._warm_prompts()  # first: their kernels take longest to compile
             for kind in kinds:
                 self._new_graph(*kind).rehearse()
-            self._warm_prompts()
         finally:
             self._model = whole
             self._samplers.clear()
