@@ -19,7 +19,8 @@ from .compaction import read_compaction
 from .completions import read_completion
 from .connection import Runner
 from .errors import NoSuchModel, json_response
-from .exchange import FRONT_END, Api, FrontEnd, counter, handler
+from .exchange import Api, counter, handler
+from .front import FRONT_END, FrontEnd
 from .hold import ChatHold, CompletionHold, MessagesHold, ResponsesHold
 from .messages import count_messages, read_messages
 from .metrics import CONTENT_TYPE, Metrics
@@ -88,7 +89,7 @@ def make_runner(app: web.Application, *, close_s: float = 0.5) -> web.AppRunner:
         app,
         handler_cancellation=True,
         access_log=None,
-        auto_decompress=False,  # compressed bodies are refused: see exchange.read_body
+        auto_decompress=False,  # compressed bodies are refused: see body.read_body
         handle_signals=False,
         shutdown_timeout=close_s,
     )

@@ -14,7 +14,6 @@ from ftd.text.events import Block, Blocks, Step, blocks_of
 from ftd.text.messages import normalise
 
 from .errors import error_object
-from .exchange import Asked
 from .fields import (
     MAX_CHOICES,
     MAX_LOGPROBS,
@@ -25,6 +24,7 @@ from .fields import (
     read_stop_ids,
     read_stops,
 )
+from .front import Asked
 from .generation import Job, Usage
 from .ids import call_id
 from .logprobs import chat_logprobs
@@ -175,7 +175,7 @@ def _first_of(*values: Any) -> Any:
 
 
 class Chat:
-    """``exchange.Dialect`` of OpenAI chat."""
+    """``dialect.Dialect`` of OpenAI chat."""
 
     def __init__(self, asked: Asked, job: Job, stream: bool, *, include_usage: bool) -> None:
         self.job = job

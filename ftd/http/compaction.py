@@ -11,8 +11,8 @@ from ftd.text.conversation import Demand, Thinking
 from ftd.text.messages import content_text
 from ftd.text.stops import StopSet
 
-from .exchange import Asked
 from .fields import Fields, read_sampling
+from .front import Asked
 from .generation import Job, Usage
 from .ids import item_id, seal
 from .responses import usage_object
@@ -66,7 +66,7 @@ def _users_words(items: list[Item], most_chars: int) -> list[Item]:
 
 
 class Compaction:
-    """``exchange.Plain``: items to go on from."""
+    """``dialect.Plain``: items to go on from."""
 
     stream = False
 

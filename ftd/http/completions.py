@@ -13,7 +13,6 @@ from ftd.text.textmodel import TextModel
 
 from .chat import usage_object
 from .errors import error_object
-from .exchange import Asked
 from .fields import (
     MAX_CHOICES,
     MAX_LOGPROBS,
@@ -25,6 +24,7 @@ from .fields import (
     read_stops,
     token_id,
 )
+from .front import Asked
 from .generation import Job, Prompt, Usage, refuse_too_long, room_tokens
 from .logprobs import completion_logprobs
 from .stream import DONE, event
@@ -103,7 +103,7 @@ def _prompt(value: Any, text: TextModel, vocab: int) -> Prompt:
 
 
 class Completion:
-    """``exchange.Dialect`` of OpenAI completions."""
+    """``dialect.Dialect`` of OpenAI completions."""
 
     def __init__(
         self,

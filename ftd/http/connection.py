@@ -1,7 +1,7 @@
 """A client's connection, below the application: what is no HTTP, and what never arrives whole.
 
 aiohttp answers what it cannot parse in plain text; here a client gets the error object it knows.
-Headers have a time limit of their own, as bodies have (``exchange.read_body``), and a body that
+Headers have a time limit of their own, as bodies have (``body.read_body``), and a body that
 turns out to be garbage is refused at once: aiohttp tells only whoever asks next.
 """
 

@@ -12,8 +12,8 @@ from ftd.text.answer import Piece
 from ftd.text.events import Block, Blocks, Step, blocks_of
 
 from .errors import anthropic_error_object
-from .exchange import Asked
 from .fields import MAX_TOKENS, Fields, read_sampling, read_stops
+from .front import Asked
 from .generation import Job, Prompt, Usage
 from .ids import call_id, signature
 from .messages_input import one_call, read_conversation
@@ -46,7 +46,7 @@ def count_messages(fields: Fields, asked: Asked) -> dict[str, Any]:
 
 
 class Messages:
-    """``exchange.Dialect`` of Anthropic's messages.
+    """``dialect.Dialect`` of Anthropic's messages.
 
     ``message_start`` tells how much of the prompt was found in the cache, which is known when the
     first token is there; until then pings keep the client waiting. Arguments go out as they are

@@ -14,8 +14,8 @@ from ftd.errors import RequestInvalid
 from ftd.text.conversation import Conversation, Demand, Thinking, Tool, announcement
 from ftd.text.messages import MAX_MESSAGES, Message
 
-from .exchange import Asked
 from .fields import Fields
+from .front import Asked
 from .turn import (
     MAX_TOOLS,
     default_thinking,

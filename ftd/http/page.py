@@ -14,7 +14,7 @@ from ftd import __version__
 from ftd.errors import NotReady
 
 from .errors import json_response
-from .exchange import FRONT_END
+from .front import FRONT_END
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _HEADERS = {

@@ -13,8 +13,8 @@ from ftd.text.answer import Piece
 from ftd.text.events import Block, Blocks, Step, blocks_of
 from ftd.text.stops import StopSet
 
-from .exchange import Asked
 from .fields import MAX_TOKENS, Fields, read_sampling
+from .front import Asked
 from .generation import Job, Usage
 from .ids import call_id, item_id, seal
 from .responses_input import Input, read_input
@@ -114,7 +114,7 @@ def failed(error: FtdError) -> Item:
 
 
 class Responses:
-    """``exchange.Dialect`` of OpenAI's responses.
+    """``dialect.Dialect`` of OpenAI's responses.
 
     Thinking is told as a summary, in full; ``encrypted_content`` holds it once more, since that is
     what clients send back.

@@ -15,8 +15,8 @@ from ftd.errors import RequestInvalid
 from ftd.text.conversation import Conversation, Demand, Thinking, Tool, announcement
 from ftd.text.messages import MAX_MESSAGES, Message, arguments_value, content_text
 
-from .exchange import Asked
 from .fields import Fields
+from .front import Asked
 from .ids import unseal
 from .responses_tools import (
     SEARCH,

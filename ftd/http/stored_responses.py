@@ -9,7 +9,7 @@ from aiohttp import web
 from ftd.errors import FtdError
 
 from .errors import json_response
-from .exchange import FRONT_END, FrontEnd
+from .front import FRONT_END, FrontEnd
 from .responses import Responses
 
 

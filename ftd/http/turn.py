@@ -15,7 +15,7 @@ from ftd.text.stops import StopSet
 from ftd.text.textmodel import Rendered
 
 from .errors import readable
-from .exchange import Asked
+from .front import Asked
 from .generation import Job, Prompt, refuse_too_long, room_tokens
 
 MAX_TOOLS = 1024

@@ -18,7 +18,7 @@ from aiohttp import web
 from ftd.config import Config
 from ftd.errors import NotReady
 from ftd.http.app import make_app, make_runner
-from ftd.http.exchange import Asked
+from ftd.http.front import Asked
 from ftd.http.response_store import ResponseStore
 from ftd.lifecycle.served import Listed
 from ftd.text.textmodel import TextModel

@@ -18,8 +18,8 @@ from ftd.engine.api import Sampling
 from ftd.errors import FtdError
 from ftd.http.chat import read_chat
 from ftd.http.completions import read_completion
-from ftd.http.exchange import Asked
 from ftd.http.fields import Fields, parse_body, read_sampling
+from ftd.http.front import Asked
 from ftd.http.response_store import ResponseStore
 
 ABSURD: list[tuple[str, Any]] = [

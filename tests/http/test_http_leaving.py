@@ -116,9 +116,9 @@ async def test_a_reader_that_stops_reading_is_cut_off(start_front, monkeypatch):
 
 
 async def test_a_slow_body_is_given_up(start_front, monkeypatch):
-    from ftd.http import exchange
+    from ftd.http import body as arriving
 
-    monkeypatch.setattr(exchange, "BODY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(arriving, "BODY_TIMEOUT_S", 0.1)
     front = await start_front()
     reader, writer = await open_socket(front)
     writer.write(request_bytes("hi")[:-5])
