@@ -109,10 +109,12 @@ def compiling(processes: int) -> Iterator[None]:
     finally:
         JITFunction.run, JITFunction._do_compile = run, do_compile
         queued_s = time.monotonic() - began_s
-        log.info(
+        compiled, jobs = compiler.finish(), len(compiler.jobs)
+        tell = log.info if compiled == jobs else log.warning  # the rest is compiled one by one
+        tell(
             "kernels.compiled",
-            count=compiler.finish(),
-            of=len(compiler.jobs),
+            count=compiled,
+            of=jobs,
             queued_s=round(queued_s, 2),
             took_s=round(time.monotonic() - began_s, 2),
         )
