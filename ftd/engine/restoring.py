@@ -18,7 +18,8 @@ from ftd.engine.recurrence import Recurrence
 from ftd.kv.anchor_book import AnchorBook
 from ftd.kv.anchors import Anchor, AnchorInfo, AnchorKind
 from ftd.kv.cache import KvCache, Landing
-from ftd.kv.disk import Block, DiskStore, Reading
+from ftd.kv.disk import DiskStore
+from ftd.kv.disk_jobs import Block, Reading
 from ftd.kv.host import Found, HostTier
 from ftd.kv.pages import PagePool
 from ftd.kv.prefix_tree import PrefixTree

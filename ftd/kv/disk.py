@@ -15,11 +15,9 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import structlog
@@ -29,7 +27,8 @@ from ftd.errors import ConfigError
 from ftd.kv.anchors import AnchorKind
 from ftd.kv.block_file import SUFFIX, BlockUnusable, Head, read_block, read_head, write_block
 from ftd.kv.block_index import BlockIndex, Entry
-from ftd.kv.cache import KvCache, Landing
+from ftd.kv.cache import KvCache
+from ftd.kv.disk_jobs import Block, Offer, Reading, StateAt, up_to_a_state
 from ftd.kv.pages import PagePool
 from ftd.kv.states import KeptState, StatePool
 from ftd.kv.value import chance
@@ -38,7 +37,6 @@ log = structlog.get_logger(__name__)
 
 BLOCK_PAGES = 16
 MOST_JOBS = 64  # of writing; beyond these the oldest is left out
-AHEAD_BLOCKS = 4  # read and checked before the engine has taken them
 REST_S = 60.0  # after a disk that refused to be written
 CLOSE_S = 10.0
 LOOK_S = 0.005
@@ -46,55 +44,6 @@ LOOK_S = 0.005
 LEAST_CHANCE = chance(AnchorKind.TURN)
 
 Data = bytes | memoryview
-
-
-@dataclass(frozen=True, slots=True)
-class StateAt:
-    """A kept state of recurrent layers."""
-
-    position: int
-    chance: float
-    slot: int
-    life: int  # of the slot
-
-
-class Block(NamedTuple):
-    """What has been read of a file."""
-
-    head: Head
-    tokens: int  # that agree with the prompt
-    pages: torch.Tensor  # [n, page_bytes] uint8
-    states: Mapping[int, torch.Tensor]  # by position, [state_bytes] uint8
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """A sequence that has ended, as the engine thread saw it."""
-
-    ids: array[int]
-    pages: array[int]
-    lives: tuple[int, ...]  # of the pages
-    chance: float
-    anchors: tuple[tuple[int, str, str], ...]  # position, kind, session
-    states: tuple[StateAt, ...]
-    ready: Landing  # all of it has been computed
-
-
-@dataclass(slots=True)
-class Reading:
-    """Blocks of one prompt on their way from disk."""
-
-    ids: array[int]
-    entries: Sequence[tuple[Entry, int]]  # and how many tokens of each
-    blocks: deque[Block] = field(default_factory=deque)
-    over: bool = False  # no more will come
-    unwanted: bool = False
-    room: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(AHEAD_BLOCKS))
-
-    def give_up(self) -> None:
-        """Whoever asked for it wants no more."""
-        self.unwanted = True
-        self.room.release()
 
 
 def try_directory(directory: Path) -> None:
@@ -113,18 +62,6 @@ def _unusable(directory: Path, error: OSError) -> ConfigError:
         f"{directory} cannot hold anchors: {error.strerror or error}",
         hint="name a directory that can be written with --anchor-dir",
     )
-
-
-def _up_to_a_state(
-    entries: list[tuple[Entry, int]], known_tokens: int, prompt_tokens: int
-) -> list[tuple[Entry, int]]:
-    """What lies behind the last state that a prompt can begin with is of no use to it."""
-    last = 0
-    for i, (entry, tokens) in enumerate(entries, start=1):
-        end = min(entry.head.begin + tokens, prompt_tokens - 1)
-        if any(known_tokens < position <= end for position, _ in entry.head.states):
-            last = i
-    return entries[:last]
 
 
 class DiskStore:
@@ -206,7 +143,7 @@ class DiskStore:
         with self._lock:
             entries = self._index.known(ids)
         if self._states and self._states.num_slots:
-            entries = _up_to_a_state(entries, known_tokens, len(ids))
+            entries = up_to_a_state(entries, known_tokens, len(ids))
         wanted = [(e, n) for e, n in entries if e.head.begin + n > known_tokens]
         if not wanted:
             return None
