@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import orjson
@@ -20,124 +19,57 @@ import orjson
 from ftctl import launch as starting
 from ftctl import view
 from ftctl.agents import AGENTS
-from ftctl.live import Bar, Screen
+from ftctl.asking import (
+    Commands,
+    Duration,
+    call,
+    call_long,
+    client_of,
+    shared,
+    show,
+    timeout_of,
+    wants_json,
+)
+from ftctl.live import Screen
 from ftctl.trace import save_trace
 from ftctl.watch import History, Style, frame
 from ftd import __version__
-from ftd.config import default_socket
 from ftd.control import protocol as p
-from ftd.control.client import (
-    ANSWER_TIMEOUT_S,
-    Client,
-    ControlError,
-    NotRunning,
-    Refused,
-    TimedOut,
-)
-from ftd.units import parse_duration, typed_seconds
+from ftd.control.client import ANSWER_TIMEOUT_S
 
-EXIT_CODES: dict[type[ControlError], int] = {Refused: 1, NotRunning: 3, TimedOut: 4}
 NOT_READY = 1  # of ftctl health
 UNEQUAL = 1  # of ftctl verify
 TRACE_S = 60.0
 ANCHORS_SHOWN = 50  # on a terminal
 
-R = TypeVar("R")
-
-
-class _Duration(click.ParamType):
-    name = "duration"
-
-    def __init__(self, low_s: float = 0.0, high_s: float = float("inf")) -> None:
-        self._low_s, self._high_s = low_s, high_s
-
-    def convert(self, value: Any, param: Any, ctx: click.Context | None) -> float:
-        try:
-            seconds = parse_duration(value) if isinstance(value, str) else float(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-        if not self._low_s <= seconds <= self._high_s:
-            low, high = typed_seconds(self._low_s), typed_seconds(self._high_s)
-            self.fail(f"expected from {low} to {high}, found {value}", param, ctx)
-        return seconds
-
-
-def _shared(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that may stand before or after the subcommand; the later one wins."""
-
-    def keep(ctx: click.Context, param: click.Parameter, value: Any) -> None:
-        given = ctx.ensure_object(dict)  # the group's, which subcommands inherit
-        if value is not None:
-            assert param.name
-            given[param.name] = value
-
-    for option in (
-        click.option(
-            "--timeout",
-            type=_Duration(),
-            metavar="DURATION",
-            help="Longest silence of ftd (default 10s); for reload and drain: how long running "
-            "requests may take to finish (default: ftd's --drain-timeout).",
-            expose_value=False,
-            callback=keep,
-        ),
-        click.option(
-            "--json",
-            is_flag=True,
-            default=None,
-            help="Print the result as one line of JSON.",
-            expose_value=False,
-            callback=keep,
-        ),
-        click.option(
-            "--socket",
-            type=click.Path(path_type=Path),
-            metavar="PATH",
-            help="Control socket of ftd. [variable: FTD_SOCKET]",
-            expose_value=False,
-            callback=keep,
-        ),
-    ):
-        command = option(command)
-    return command
-
-
-class _Ftctl(click.Group):
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except ControlError as error:
-            _complain(ctx, error.error)
-            ctx.exit(EXIT_CODES[type(error)])
-
 
 @click.group(
-    cls=_Ftctl, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+    cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
 )
 @click.version_option(__version__, prog_name="ftctl")
-@_shared
+@shared
 def main() -> None:
     """Look at and change a running ftd."""
 
 
 @main.command()
-@_shared
+@shared
 @click.pass_context
 def status(ctx: click.Context) -> None:
     """What ftd serves, and how it is doing."""
-    _show(ctx, _call(ctx, p.Status()), view.status)
+    show(ctx, call(ctx, p.Status()), view.status)
 
 
 @main.command()
-@_shared
+@shared
 @click.pass_context
 def health(ctx: click.Context) -> None:
     """Whether a model takes requests.
 
     Exits 0 if so; otherwise 1, and says why.
     """
-    result = _call(ctx, p.Health())
-    _show(ctx, result, view.health)
+    result = call(ctx, p.Health())
+    show(ctx, result, view.health)
     if not result.ready:
         ctx.exit(NOT_READY)
 
@@ -145,12 +77,12 @@ def health(ctx: click.Context) -> None:
 @main.command()
 @click.option(
     "--interval",
-    type=_Duration(*p.INTERVAL_S),
+    type=Duration(*p.INTERVAL_S),
     default="500ms",
     show_default=True,
     help="Between two looks.",
 )
-@_shared
+@shared
 @click.pass_context
 def watch(ctx: click.Context, interval: float) -> None:
     """Follow the status until q or Ctrl-C.
@@ -158,11 +90,11 @@ def watch(ctx: click.Context, interval: float) -> None:
     A live view on a terminal: map of the memory, KV, experts, misses, rates and requests.
     Otherwise one line for each look; with --json the whole event.
     """
-    with _client(ctx, silence_s=interval + _timeout(ctx, ANSWER_TIMEOUT_S)) as client:
+    with client_of(ctx, silence_s=interval + timeout_of(ctx, ANSWER_TIMEOUT_S)) as client:
         try:
-            if ctx.ensure_object(dict).get("json") or not sys.stdout.isatty():
+            if wants_json(ctx) or not sys.stdout.isatty():
                 for result in client.stream(p.Watch(interval)):
-                    _show(ctx, result, view.one_line)
+                    show(ctx, result, view.one_line)
                     sys.stdout.flush()
             else:
                 style = Style(view.Paint.of(sys.stdout), "utf" in sys.stdout.encoding.lower())
@@ -183,37 +115,37 @@ def _frame(
 
 
 @main.command()
-@_shared
+@shared
 @click.pass_context
 def requests(ctx: click.Context) -> None:
     """The requests that run or wait."""
-    _show(ctx, _call(ctx, p.Requests()), view.requests)
+    show(ctx, call(ctx, p.Requests()), view.requests)
 
 
 @main.command()
 @click.argument("request_id", metavar="ID")
-@_shared
+@shared
 @click.pass_context
 def cancel(ctx: click.Context, request_id: str) -> None:
     """End one request.
 
     Its client gets an error. ftctl requests shows the ids.
     """
-    _show(ctx, _call(ctx, p.Cancel(request_id)), view.cancelled)
+    show(ctx, call(ctx, p.Cancel(request_id)), view.cancelled)
 
 
 @main.command()
-@_shared
+@shared
 @click.pass_context
 def experts(ctx: click.Context) -> None:
     """Experts in slots, hits and misses."""
-    _show(ctx, _call(ctx, p.Experts()), view.experts)
+    show(ctx, call(ctx, p.Experts()), view.experts)
 
 
 @main.command()
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.npy")
 @click.option("--tokens", type=click.IntRange(1), default=4096, show_default=True)
-@_shared
+@shared
 @click.pass_context
 def trace(ctx: click.Context, file: Path, tokens: int) -> None:
     """Record which experts the router chooses.
@@ -223,34 +155,34 @@ def trace(ctx: click.Context, file: Path, tokens: int) -> None:
     """
     if not os.access(file.parent, os.W_OK):
         raise click.BadParameter(f"cannot write into {file.parent.absolute()}", param_hint="FILE")
-    command = p.Trace(tokens, _timeout(ctx, TRACE_S))
-    result = _call_long(ctx, command, "the recording")
+    command = p.Trace(tokens, timeout_of(ctx, TRACE_S))
+    result = call_long(ctx, command, "the recording")
     try:
         save_trace(file, result)
     except OSError as error:
         raise click.FileError(str(file), error.strerror) from None
-    _show(ctx, replace(result, data=""), lambda r, paint: view.traced(r, file, paint))
+    show(ctx, replace(result, data=""), lambda r, paint: view.traced(r, file, paint))
 
 
 @main.command()
 @click.option("--session", metavar="NAME", help="Only those of one session.")
 @click.option("--drop", is_flag=True, help="Forget them, with the KV that no request uses.")
 @click.option("--dump", type=click.Path(path_type=Path), metavar="FILE", help="Write all as JSON.")
-@_shared
+@shared
 @click.pass_context
 def anchors(ctx: click.Context, session: str | None, drop: bool, dump: Path | None) -> None:
     """Positions that requests can resume from, what they take and what they saved.
 
     On a terminal the 50 used last; into a pipe, with --json or --dump all.
     """
-    result = _call(ctx, p.Anchors(drop, session))
+    result = call(ctx, p.Anchors(drop, session))
     if dump is not None:
         try:
             dump.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
         except OSError as error:
             raise click.FileError(str(dump), error.strerror) from None
     most = ANCHORS_SHOWN if sys.stdout.isatty() else None
-    _show(ctx, result, partial(view.anchors, most=most))
+    show(ctx, result, partial(view.anchors, most=most))
 
 
 @main.command()
@@ -267,7 +199,7 @@ def anchors(ctx: click.Context, session: str | None, drop: bool, dump: Path | No
     metavar="FILE",
     help="Recorded sessions, in place of those that come with ftd.",
 )
-@_shared
+@shared
 @click.pass_context
 def verify(ctx: click.Context, tolerance: float, sessions: Path | None) -> None:
     """Replay sessions of agents, and compare answers with those from cold.
@@ -275,29 +207,29 @@ def verify(ctx: click.Context, tolerance: float, sessions: Path | None) -> None:
     Exits 0 if reuse has changed nothing.
     """
     command = p.Verify(tolerance, str(sessions) if sessions else None)
-    result = _call_long(ctx, command, "the replay")
-    _show(ctx, result, view.verified)
+    result = call_long(ctx, command, "the replay")
+    show(ctx, result, view.verified)
     if not result.equal:
         ctx.exit(UNEQUAL)
 
 
 @main.command()
 @click.argument("model", required=False)
-@_shared
+@shared
 @click.pass_context
 def check(ctx: click.Context, model: str | None) -> None:
     """Check whether MODEL could be loaded.
 
     Headers, plan, tokenizer and template; default: the served one. Changes nothing.
     """
-    _show(ctx, _call(ctx, p.Check(_absolute(model))), view.checked)
+    show(ctx, call(ctx, p.Check(_absolute(model))), view.checked)
 
 
 @main.command()
 @click.argument("model", required=False)
 @click.option("--drain", "how", flag_value="drain", default=True, help="Let requests finish first.")
 @click.option("--cut", "how", flag_value="cut", help="End running requests at once.")
-@_shared
+@shared
 @click.pass_context
 def reload(ctx: click.Context, model: str | None, how: str) -> None:
     """Serve MODEL, or read the served one anew.
@@ -305,8 +237,8 @@ def reload(ctx: click.Context, model: str | None, how: str) -> None:
     The new model is checked before the old one is touched. If both fit into memory, the old one
     serves until the new one is ready, and its requests finish.
     """
-    command = p.Reload(_absolute(model), "cut" if how == "cut" else "drain", _timeout(ctx, None))
-    _show(ctx, _call_long(ctx, command, "the reload"), view.reloaded)
+    command = p.Reload(_absolute(model), "cut" if how == "cut" else "drain", timeout_of(ctx, None))
+    show(ctx, call_long(ctx, command, "the reload"), view.reloaded)
 
 
 @main.command()
@@ -314,7 +246,7 @@ def reload(ctx: click.Context, model: str | None, how: str) -> None:
 @click.option("--kv-tokens", metavar="N|auto", help="Tokens of the KV pool.")
 @click.option("--expert-slots", metavar="N|auto", help="Experts in slots.")
 @click.option("--auto", is_flag=True, help="Divide it between slots and KV by need, from now on.")
-@_shared
+@shared
 @click.pass_context
 def budget(
     ctx: click.Context,
@@ -330,11 +262,11 @@ def budget(
     division by need. Without options: show the plan in force.
     """
     command = p.Budget(vram, kv_tokens, expert_slots, auto)
-    _show(ctx, _call_long(ctx, command, "the change"), view.budget)
+    show(ctx, call_long(ctx, command, "the change"), view.budget)
 
 
 @main.command()
-@_shared
+@shared
 @click.pass_context
 def profile(ctx: click.Context) -> None:
     """Measure this machine with the experts that are served.
@@ -342,33 +274,33 @@ def profile(ctx: click.Context) -> None:
     Link, CPU, both at once and slots, for each batch size, in some seconds, in slices between the
     steps of requests. Misses are divided by it from then on, and after the next start.
     """
-    result = _call_long(ctx, p.Profile(), "the measurement", goes_on=False)
-    _show(ctx, result, view.profiled)
+    result = call_long(ctx, p.Profile(), "the measurement", goes_on=False)
+    show(ctx, result, view.profiled)
 
 
 @main.command()
-@_shared
+@shared
 @click.pass_context
 def drain(ctx: click.Context) -> None:
     """Let requests finish, take no new ones.
 
     ftctl reload serves again.
     """
-    _show(ctx, _call_long(ctx, p.Drain(_timeout(ctx, None)), "draining"), view.drained)
+    show(ctx, call_long(ctx, p.Drain(timeout_of(ctx, None)), "draining"), view.drained)
 
 
 @main.command()
-@_shared
+@shared
 @click.pass_context
 def stop(ctx: click.Context) -> None:
     """End ftd, and wait until it has ended.
 
     Running requests get a few seconds.
     """
-    with _client(ctx, silence_s=_timeout(ctx, ANSWER_TIMEOUT_S)) as client:
+    with client_of(ctx, silence_s=timeout_of(ctx, ANSWER_TIMEOUT_S)) as client:
         result = client.call(p.Stop())
         client.wait_closed()
-    _show(ctx, result, view.stopped)
+    show(ctx, result, view.stopped)
 
 
 @main.command()
@@ -376,7 +308,7 @@ def stop(ctx: click.Context) -> None:
 @click.argument("args", nargs=-1, metavar="[-- ARGS...]")
 @click.option("--api", type=click.Choice(["chat", "responses", "messages"]), help="API to use.")
 @click.option("--dry-run", is_flag=True, help="Show what would be written, set and run.")
-@_shared
+@shared
 @click.pass_context
 def launch(ctx: click.Context, client: str, args: tuple[str, ...], api: Any, dry_run: bool) -> None:
     """Start a coding agent that uses this ftd.
@@ -384,11 +316,11 @@ def launch(ctx: click.Context, client: str, args: tuple[str, ...], api: Any, dry
     Adds ftd to the client's config (keeping a backup of it), tells it the model and its context,
     and keeps keys of cloud services away from it. ARGS are the client's own.
     """
-    server = starting.server_of(_call(ctx, p.Status()))
+    server = starting.server_of(call(ctx, p.Status()))
     planned = starting.plan(AGENTS[client], api, server, args, os.environ)
     if not dry_run:
         planned.check_installed()
-    if ctx.ensure_object(dict).get("json"):
+    if wants_json(ctx):
         click.echo(orjson.dumps(planned.facts()))  # the client's own output follows
     elif dry_run:
         click.echo("\n".join(planned.lines()))
@@ -400,55 +332,9 @@ def launch(ctx: click.Context, client: str, args: tuple[str, ...], api: Any, dry
     starting.run(planned, os.environ)
 
 
-def _client(ctx: click.Context, silence_s: float) -> Client:
-    path = ctx.ensure_object(dict).get("socket") or default_socket()
-    return Client(path, max(0.001, silence_s))  # 0 would mean: do not wait at all
-
-
-def _call(ctx: click.Context, command: p.Command[R]) -> R:
-    with _client(ctx, _timeout(ctx, ANSWER_TIMEOUT_S)) as client:
-        return client.call(command)
-
-
-def _call_long(ctx: click.Context, command: p.Command[R], name: str, *, goes_on: bool = True) -> R:
-    """Show the progress of a command that ftd reports at least each second.
-
-    Args:
-        goes_on: ftd ends it although nobody waits for it any more.
-    """
-    with _client(ctx, ANSWER_TIMEOUT_S) as client, Bar(sys.stderr) as bar:
-        try:
-            return client.call(command, bar.draw)
-        except KeyboardInterrupt:
-            what = "goes on without ftctl; ftctl watch shows it" if goes_on else "is given up"
-            click.echo(f"\n{name} {what}", err=True)
-            raise
-
-
-def _timeout(ctx: click.Context, default: Any) -> Any:
-    return ctx.ensure_object(dict).get("timeout", default)
-
-
 def _absolute(model: str | None) -> str | None:
     """A directory as seen from here: ftd stands elsewhere."""
     return str(Path(model).resolve()) if model and Path(model).expanduser().is_dir() else model
-
-
-def _show(ctx: click.Context, result: R, render: Callable[[R, view.Paint], list[str]]) -> None:
-    if ctx.ensure_object(dict).get("json"):
-        click.echo(orjson.dumps(result))
-    else:
-        for line in render(result, view.Paint.of(sys.stdout)):
-            click.echo(line, color=True)  # Paint has decided already
-
-
-def _complain(ctx: click.Context, error: p.Error) -> None:
-    if ctx.ensure_object(dict).get("json"):
-        click.echo(orjson.dumps({"error": error}), err=True)
-        return
-    click.echo(f"ftctl: error: {error.message}", err=True)
-    if error.hint:
-        click.echo(f"ftctl: hint: {error.hint}", err=True)
 
 
 if __name__ == "__main__":
