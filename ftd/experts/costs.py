@@ -10,7 +10,7 @@ from dataclasses import astuple, dataclass
 
 import numpy as np
 
-from ftd.experts.split import Rates
+from ftd.experts.split import Rates, finish_s
 
 LEARNT = 0.2  # of a step, by the means over steps
 LEFT_IDLE = 0.25  # of the link's idle time, since steps differ
@@ -26,6 +26,18 @@ class Allowance:
     worth: bool = True  # a miss less makes the step faster
 
 
+def layer_s(rates: Rates, on_link: float, on_cpu: float) -> tuple[float, float, float]:
+    """Until the link and the CPU are done with a layer's missed experts, and until both are while a
+    background fill takes half of the link all along.
+    """
+    link_s, cpu_s = finish_s(rates, on_link, on_cpu)
+    beside_s = max(link_s and 2 * link_s - rates.link_fixed_s, cpu_s)
+    if on_cpu and rates.cpu_experts_per_s:
+        shared_rate = rates.cpu_experts_per_s * rates.cpu_beside_link
+        beside_s = max(beside_s, rates.cpu_fixed_s + on_cpu / shared_rate)
+    return link_s, cpu_s, beside_s
+
+
 @dataclass(frozen=True, slots=True)
 class StepTimes:
     """Of one decode step, or means over some."""
@@ -33,6 +45,7 @@ class StepTimes:
     step_s: float = 0.0
     link_busy_s: float = 0.0  # with misses
     cpu_busy_s: float = 0.0
+    slowed_s: float = 0.0  # more than ``step_s``, were background fills to run beside all of it
     saved_s: float = 0.0  # had each miss alone been a hit
     misses: float = 0.0
 
@@ -66,12 +79,12 @@ def step_times(
 ) -> StepTimes:
     """
     Args:
-        layers_s: [L, 2] what ``split.finish_s`` says of each layer.
+        layers_s: [L, 3] what ``layer_s`` says of each layer.
         misses, hits: [L] distinct experts.
         hit_s: of one resident expert.
         rest_s: of the step, beside its experts.
     """
-    link_s, cpu_s = layers_s.T
+    link_s, cpu_s, beside_s = layers_s.T
     waits_s = np.maximum(link_s, cpu_s)
     hits_s = hits * hit_s
     took_s = np.maximum(waits_s, hits_s)
@@ -81,6 +94,7 @@ def step_times(
         step_s=float(took_s.sum()) + rest_s,
         link_busy_s=float(link_s.sum()),
         cpu_busy_s=float(cpu_s.sum()),
+        slowed_s=float((np.maximum(beside_s, hits_s) - took_s).sum()),
         saved_s=float((misses * (took_s - fewer_s)).sum()),
         misses=float(misses.sum()),
     )
@@ -89,8 +103,21 @@ def step_times(
 def fill_s(rates: Rates, times: StepTimes) -> float:
     """By how much one background fill slows such a step, wherever in it the copy falls.
 
-    Where it meets a read of a miss it delays it by the whole copy, where it meets the CPU it takes
-    DRAM rate away, elsewhere it is free. So it is where there is no link.
+    Where it meets a read of a miss both have half of the link, and where it meets the CPU alone it
+    takes DRAM rate away. That costs what a layer waits longer; elsewhere the copy is free, and so
+    it is where there is no link.
+    """
+    if not rates.link_experts_per_s:
+        return 0.0
+    copied_s = times.step_s + times.slowed_s - times.link_busy_s  # by fills beside all of the step
+    share = times.slowed_s / copied_s if copied_s > 0 else 1.0
+    return share / rates.link_experts_per_s
+
+
+def price_s(rates: Rates, times: StepTimes) -> float:
+    """What a background fill has to earn: as ``fill_s``, but as if nothing hid what it delays.
+
+    Layers differ from one step to the next, and so does what is hidden.
     """
     if not rates.link_experts_per_s:
         return 0.0
@@ -109,6 +136,6 @@ def allowance(rates: Rates, pace: Pace) -> Allowance:
     idle_s = max(0.0, mean.step_s - mean.link_busy_s)
     return Allowance(
         fills=(1 - LEFT_IDLE) * idle_s * rates.link_experts_per_s,
-        cost_misses=fill_s(rates, mean) / max(mean.miss_s, NO_MISS_S),
+        cost_misses=price_s(rates, mean) / max(mean.miss_s, NO_MISS_S),
         worth=pace.misses_cost,
     )

@@ -18,7 +18,7 @@ import numpy as np
 from ftd.experts import costs, policy
 from ftd.experts.costs import Allowance, Pace
 from ftd.experts.machines import Machine
-from ftd.experts.split import Rates, fetch_table, finish_s
+from ftd.experts.split import Rates, fetch_table
 
 # ---- routing --------------------------------------------------------------------------------
 
@@ -300,11 +300,11 @@ def simulate(
 
 
 def _layers_s(rates: Rates, most: int, parts: int) -> np.ndarray:
-    """[misses, parts over the link, 2]: ``split.finish_s``."""
-    times = np.zeros((most + 1, most * parts + 1, 2))
+    """[misses, parts over the link, 3]: ``costs.layer_s``."""
+    times = np.zeros((most + 1, most * parts + 1, 3))
     for misses in range(most + 1):
         for part in range(misses * parts + 1):
-            times[misses, part] = finish_s(rates, part / parts, misses - part / parts)
+            times[misses, part] = costs.layer_s(rates, part / parts, misses - part / parts)
     return times
 
 
