@@ -114,7 +114,7 @@ class LateCopies(CudaKvCache):
     """Copies beside the steps are done as late as the order of streams allows."""
 
     def __init__(self, *args, **more):
-        self.queue, self.waited = deque(), 0
+        self.queue = deque()
         super().__init__(*args, **more)
 
     def save(self, pages, rows):

@@ -13,7 +13,7 @@ import pytest
 from ask import ask, chat, post
 from running_ftd import ANSWERS, RunningFtd
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 
 
