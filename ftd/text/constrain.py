@@ -20,6 +20,7 @@ from ftd.engine.api import Constraint
 from ftd.errors import RequestInvalid
 
 from .conversation import Demand, Tool
+from .declared import not_held
 from .detokenize import Vocabulary
 from .dialects import Head, Markup, Params, Thought
 from .grammar import (
@@ -28,7 +29,6 @@ from .grammar import (
     arguments_grammar,
     call_grammar,
     can_hold_calls,
-    not_held,
 )
 from .held import GrammarError, Held, Rules, Tables, Watched, WatchedHeaders
 from .schema import Schema, SchemaTooLarge, blamed, prepared, refusal

@@ -12,8 +12,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .arguments import kinds, referred
+from .arguments import kinds
+from .declared import (
+    MOST_UNORDERED,
+    is_plain_object,
+    listed_texts,
+    properties_of,
+    resolved,
+    rooted,
+)
 from .dialects import SYMBOL, Head, Markup, Params
+from .schema import Schema
 from .tool_grammar import quoted
 
 _HEADER = '%llguidance {"no_forcing": true}'
@@ -36,9 +45,7 @@ _JSON_OPTIONS = {
     "json_allow_general_unicode_escapes": True,
 }
 _ANY_TEXT = "ANY"
-_MOST_UNORDERED = 60  # members of an object in any order: the library has 64 bits for them
 _TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
-Schema = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,48 +115,6 @@ def arguments_grammar(markup: Markup, eos_ids: frozenset[int], tool: HeldTool) -
     return writer.grammar(f"{writer.arguments(tool)} {ends}")
 
 
-def not_held(markup: Markup, schema: Schema) -> tuple[str, str] | None:
-    """Path and reason of what this dialect's calls cannot be held to; None: it holds all of it."""
-    form = markup.dialect.call
-    if markup.dialect.json or not isinstance(form, Params):
-        return None
-    known = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
-    for keyword in schema:
-        if keyword not in known and keyword in _CONSTRAINING:
-            return f"#/{keyword}", f"the keyword {keyword} is not held around tool arguments"
-    for name, declared in _properties(schema)[0].items():
-        prop, types = _resolved(declared, schema), kinds(declared, schema)
-        if _texts(prop) is not None or types is None or "string" not in types:
-            continue
-        path = f"#/properties/{name}"
-        if types - {"string", "null"} and not form.typed:
-            return path, "text or something else: this model's calls do not tell which"
-        if unheld := _unheld_keyword(prop):
-            return f"{path}/{unheld}", "is not held in text arguments of this model's calls"
-    return None
-
-
-def _unheld_keyword(prop: Schema) -> str | None:
-    """What is said of a text beyond its length."""
-    found = next((word for word in ("pattern", "format", "allOf") if word in prop), None)
-    for word in ("anyOf", "oneOf"):  # text or null is common
-        parts = prop.get(word)
-        for part in parts if isinstance(parts, list) else ():
-            if not isinstance(part, Mapping) or part.keys() & _ABOUT_TEXT:
-                found = found or word
-    return found
-
-
-_ABOUT_TEXT = frozenset(
-    {"$ref", "allOf", "anyOf", "const", "enum", "format", "maxLength", "minLength", "oneOf"}
-    | {"pattern"}
-)
-_CONSTRAINING = frozenset(
-    {"allOf", "anyOf", "const", "enum", "maxProperties", "minProperties", "oneOf"}
-    | {"patternProperties", "$ref"}
-)
-
-
 class _Writer:
     """Collects rules; its methods return what refers to them."""
 
@@ -198,15 +163,15 @@ class _Writer:
 
     def arguments(self, tool: HeldTool) -> str:
         if tool.text is not None:
-            (name,) = _properties(tool.schema)[0]
+            (name,) = properties_of(tool.schema)[0]
             text = self._within(quoted(tool.text))
             return f'"{{" WS? {_literal(json.dumps(name))} WS? ":" WS? "\\"" {text} "\\"" WS? "}}"'
-        if not _is_plain_object(tool.schema):
+        if not is_plain_object(tool.schema):
             return self.json(tool.schema, lenient=tool.lenient)
-        properties, required = _properties(tool.schema)
+        properties, required = properties_of(tool.schema)
         members = {}
         for name, prop in properties.items():
-            value = self.json(_rooted(prop, tool.schema), lenient=tool.lenient)
+            value = self.json(rooted(prop, tool.schema), lenient=tool.lenient)
             key = _literal(json.dumps(name, ensure_ascii=False))
             members[self._new(f'{key} BLANKS? ":" BLANKS? {value}')] = name in required
         body = self._any_order(members, comma='"," BLANKS?')
@@ -326,10 +291,10 @@ class _Writer:
         )
 
     def _params_call(self, form: Params, tool: HeldTool) -> str:
-        properties, required = _properties(tool.schema)
+        properties, required = properties_of(tool.schema)
         begin = f"{self.marker(form.open)} {_literal(tool.name)} {self.marker(form.name_end)}"
         params = []
-        if 0 < len(properties) <= _MOST_UNORDERED:
+        if 0 < len(properties) <= MOST_UNORDERED:
             members = {
                 self._new(f"WS? {self._param(form, name, prop, tool)}"): name in required
                 for name, prop in properties.items()
@@ -353,12 +318,12 @@ class _Writer:
         types = kinds(prop, tool.schema)
         forms = []
         if types is None or "string" in types:
-            bodies = self._bodies(_resolved(prop, tool.schema), only_texts=bool(form.typed))
+            bodies = self._bodies(resolved(prop, tool.schema), only_texts=bool(form.typed))
             forms.append(f"{self._key_end(form, text=True)} {self._text_value(form, *bodies)}")
-        schema = _rooted(prop, tool.schema)
+        schema = rooted(prop, tool.schema)
         others = (_TYPES if types is None else types) - {"string"}
         if types is None or "string" in types:
-            schema = {**_rooted({}, tool.schema), "allOf": [schema, {"type": sorted(others)}]}
+            schema = {**rooted({}, tool.schema), "allOf": [schema, {"type": sorted(others)}]}
         if others and (form.typed or (types is not None and "string" not in types)):
             value = f"{_pad(form)} {self.json(schema, lenient=tool.lenient)} {_pad(form)}"
             forms.append(f"{self._key_end(form, text=False)} {value} {self.marker(form.value[1])}")
@@ -374,7 +339,7 @@ class _Writer:
         return self._new(" | ".join(texts))
 
     def _bodies(self, prop: Schema, *, only_texts: bool) -> Iterable[str]:
-        texts = _texts(prop, only=only_texts)
+        texts = listed_texts(prop, only=only_texts)
         if texts is not None:
             return map(_literal, texts)
         low, high = prop.get("minLength") or 0, prop.get("maxLength")
@@ -424,55 +389,3 @@ def _literal(text: str) -> str:
 
 def _pad(form: Params) -> str:
     return _literal(form.pad) if form.pad else ""
-
-
-def _properties(schema: Schema) -> tuple[dict[str, Any], frozenset[str]]:
-    """Those that are declared, and which of them are required."""
-    declared, required = schema.get("properties"), schema.get("required")
-    properties = dict(declared) if isinstance(declared, Mapping) else {}
-    names = required if isinstance(required, list) else []
-    undeclared: dict[str, Any] = {
-        name: {} for name in names if isinstance(name, str) and name not in properties
-    }
-    return properties | undeclared, frozenset(names)
-
-
-def _is_plain_object(schema: Schema) -> bool:
-    """Declared members and nothing else: they may come in any order."""
-    properties, _ = _properties(schema)
-    known = {"type", "properties", "required", "additionalProperties"}
-    references = re.findall(r'"\$ref": "([^"]*)"', json.dumps(schema))
-    return (
-        0 < len(properties) <= _MOST_UNORDERED
-        and schema.get("type") == "object"
-        and schema.get("additionalProperties", False) is False
-        and not (schema.keys() - known) & _CONSTRAINING
-        and all(re.match(r"#/(?:\$defs|definitions)/", ref) for ref in references)
-    )
-
-
-def _rooted(prop: Any, root: Schema) -> dict[str, Any]:
-    """A property's schema by itself, with what it may refer to."""
-    prop = prop if isinstance(prop, Mapping) else {}
-    return {**prop, **{key: root[key] for key in ("$defs", "definitions") if key in root}}
-
-
-def _resolved(prop: Any, root: Schema) -> Schema:
-    seen = 0
-    while isinstance(prop, Mapping) and isinstance(prop.get("$ref"), str) and seen < 8:
-        prop, seen = referred(prop["$ref"], root), seen + 1
-    return prop if isinstance(prop, Mapping) else {}
-
-
-def _texts(prop: Schema, *, only: bool = False) -> list[str] | None:
-    """The values that are allowed, if they are listed, as a call without JSON writes them.
-
-    Args:
-        only: those that are texts.
-    """
-    values = [prop["const"]] if "const" in prop else prop.get("enum")
-    if not isinstance(values, list) or not values:
-        return None
-    return [
-        v if isinstance(v, str) else json.dumps(v) for v in values if isinstance(v, str) or not only
-    ]
