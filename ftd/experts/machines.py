@@ -22,6 +22,7 @@ class Machine:
     hbm_bytes_per_s: float
     gemv_share: float = 0.88  # of the DRAM rate that the CPU experts reach
     hbm_share: float = 0.69  # of the GPU's memory rate that its experts reach: 3.3 of 4.8 TB/s
+    hbm_share_of_one_row: float | None = None  # None: the same
     link_beside_cpu: float = 0.82  # the part of its rate that the link keeps
     dram_per_link_byte: float = 0.9  # what the CPU loses while the link reads a byte
     handshake_s: float = HANDSHAKE_S
@@ -30,7 +31,8 @@ class Machine:
     link_fixed_s: float = 3e-6  # first bytes of a read over the link
     link_asked_s: float = 0.0  # more of it where the CPU is asked; 0: not known
     layer_fixed_s: float = 37e-6  # attention, router, launches, and the head's part
-    row_fixed_s: float = 12e-6  # more of it for each further row
+    row_fixed_s: float = 12e-6  # more of it for each further row,
+    rows_fixed_s: float = 0.0  # and where there is more than one
     parts: int = PARTS  # of an expert that link and CPU may share
 
     def rates(self, expert_bytes: float, batch: int = 1) -> Rates:
@@ -47,13 +49,15 @@ class Machine:
             link_asked_s=self.link_asked_s,
         )
 
-    def hit_s(self, expert_bytes: float) -> float:
+    def hit_s(self, expert_bytes: float, batch: int = 1) -> float:
         """To compute one resident expert."""
-        return expert_bytes / (self.hbm_share * self.hbm_bytes_per_s)
+        share = self.hbm_share_of_one_row if batch == 1 else None
+        return expert_bytes / ((share or self.hbm_share) * self.hbm_bytes_per_s)
 
     def fixed_s(self, batch: int) -> float:
         """What a layer takes beside its experts."""
-        return self.layer_fixed_s + (batch - 1) * self.row_fixed_s
+        more = self.rows_fixed_s if batch > 1 else 0.0
+        return self.layer_fixed_s + (batch - 1) * self.row_fixed_s + more
 
 
 def _h200(
@@ -62,23 +66,30 @@ def _h200(
     """Measured with the kernels that serve, as ``ftd --profile`` does: experts of 9 MiB, bf16."""
     return Machine(
         name,
-        51.3 * GB,
+        51.4 * GB,
         cpu_bytes_per_s,
         4800 * GB,
         gemv_share=1.0,
+        hbm_share=0.70,  # 3.35 TB/s
+        hbm_share_of_one_row=0.90,  # 4.3
         link_beside_cpu=link_beside_cpu,
         dram_per_link_byte=lost,
+        handshake_s=0.0,  # in the CPU's fixed time
         cpu_fixed_s=cpu_fixed_s,
         cpu_row_fixed_s=10e-6,  # one expert with 1, 4 and 8 rows: 116, 147 and 184 µs
+        link_fixed_s=4e-6,
         link_asked_s=17e-6,  # one expert, 8 to 11 of 12 parts over the link
+        layer_fixed_s=42e-6,  # 42, 63, 73 and 91 with 1, 2, 4 and 8 rows
+        row_fixed_s=5e-6,
+        rows_fixed_s=16e-6,
     )
 
 
 MACHINES: dict[str, Machine] = {
     machine.name: machine
     for machine in (
-        _h200("h200", 109.2 * GB, 36e-6, 0.934, 0.246),  # beside each other 47.9 and 97.4 GB/s
-        _h200("h200-6-threads", 56.8 * GB, 19e-6, 0.975, 0.075),  # 50.8 and 52.3
+        _h200("h200", 140 * GB, 30e-6, 0.93, 0.06),  # beside each other 47.8 and 137 GB/s
+        _h200("h200-6-threads", 56.8 * GB, 23e-6, 0.975, 0.075),  # 50.8 and 52.3
         Machine("5090-server", 52.7 * GB, 77.3 * GB, 1790 * GB),
         Machine("5090-desktop", 49 * GB, 53.8 * GB, 1790 * GB),
         Machine("4060-laptop", 11.8 * GB, 47.5 * GB, 256 * GB),

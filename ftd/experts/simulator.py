@@ -269,7 +269,7 @@ def simulate(
     rates, parts = machine.rates(expert_bytes, batch), machine.parts
     contender = (make or CONTENDERS[name])(used, num_slots, rates, parts)
     layers_s = _layers_s(rates, int(used.sum(2).max()), parts)
-    hit_s, rest_s = machine.hit_s(expert_bytes), used.shape[1] * machine.fixed_s(batch)
+    hit_s, rest_s = machine.hit_s(expert_bytes, batch), used.shape[1] * machine.fixed_s(batch)
     skip = int(len(used) * warm_up)
     seconds = uses = missed = over_link = on_cpu = 0.0
     pace = Pace()
