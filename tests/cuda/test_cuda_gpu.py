@@ -17,6 +17,8 @@ from ftd.errors import EngineFailed
 from ftd.experts import policy
 from ftd.experts.measure import FULL
 from ftd.experts.profile import to_json
+from ftd.experts.split import PromptRates
+from ftd.kernels import blocks
 from ftd.kernels.cpu import native
 from ftd.schedule.pauses import Pauses
 
@@ -76,6 +78,26 @@ def test_steps_within_passes(model, tokens, monkeypatch, slots, pinned):
             core.tree.clear()
             arrive = {one.request_id: 2 * i for i, one in enumerate(requests())}
             answers = comparable(answer_all(core, requests(), arrive=arrive))
+            assert {name: answer[0] for name, answer in answers.items()} == tokens
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("many", [True, False])
+def test_a_long_prompt_whose_experts_the_cpu_shares(model, tokens, monkeypatch, many):
+    """Blocks of tokens; ``many``: experts come ahead, and the CPU's products go past them."""
+    from ftd.kernels.triton.ops import CudaOps
+
+    monkeypatch.setattr(blocks, "PRODUCTS_BYTES", 4 * 16 * 2 * 64)  # of sixteen tokens
+    monkeypatch.setattr(policy, "AHEAD_FROM_TOKENS", 17 if many else 10_000)
+    monkeypatch.setattr(policy, "SURE_USES", 1.0)
+    with cuda_core(
+        model, slots=7, staging=8, fetch_of=[0, 1], ops=CudaOps(), device="cuda:0",
+        max_running=12, prefill_chunk=100,
+    ) as core:  # fmt: skip
+        core.experts.share_prompts(PromptRates(1e-2, 0.0, 0.0))
+        for _ in range(2):
+            core.tree.clear()
+            answers = comparable(answer_all(core, requests()))
             assert {name: answer[0] for name, answer in answers.items()} == tokens
 
 
