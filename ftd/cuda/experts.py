@@ -32,6 +32,11 @@ AHEAD_BYTES, AHEAD_TOKEN_BYTES = 56 << 20, 52 << 10
 class CudaExperts(Residency):
     """``ftd.model.architecture.Experts`` on the GPU."""
 
+    def warm_up(self) -> None:
+        """Launch what passes of many tokens launch beside what others do."""
+        with past_copies():
+            self._table_of_pass.send(torch.from_numpy(self._address[0]))
+
     def forward(
         self,
         layer: int,  # among all layers

@@ -143,6 +143,7 @@ class CudaRunner:
 
     def _warm_prompts(self) -> None:
         """Run prompts of each size for which kernels are compiled; nobody's keys are touched."""
+        self._experts.warm_up()
         page_tokens = self._kv.page_tokens
         greedy = SamplingState(Sampling(temperature=0.0), ())
         for tokens in warm_up_sizes(min(self._chunk_tokens, self._most_pages * page_tokens)):

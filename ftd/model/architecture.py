@@ -85,8 +85,9 @@ class Model(Protocol):
         ...
 
     def of_each_kind(self) -> Model:
-        """Itself with one layer of each kind: what launches the same kernels.
+        """Itself with two layers of each kind: what launches the same kernels.
 
+        Two, since what each layer has a part of may begin at 16 bytes in every other layer only.
         Its logits mean nothing.
         """
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -61,10 +62,14 @@ class Decoder:
 
     def of_each_kind(self) -> Decoder:
         """See ``Model``; a kind is what a layer computes, and how its weights are stored."""
-        first: dict[Any, Layer] = {}
+        seen: Counter[Any] = Counter()
+        layers = []
         for spec, layer in zip(self.spec.layers, self.layers):
-            first.setdefault((spec, _formats(layer)), layer)
-        return replace(self, layers=list(first.values()))
+            kind = spec, _formats(layer)
+            if seen[kind] < 2:
+                layers.append(layer)
+            seen[kind] += 1
+        return replace(self, layers=layers)
 
     def _part(self, block: Block, normed: torch.Tensor, run: Pass) -> torch.Tensor | Unsummed:
         """What a block adds to the residual stream."""
