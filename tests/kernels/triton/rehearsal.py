@@ -24,7 +24,9 @@ from ftd.cuda.compiler import Compiler, Job
 from ftd.cuda.graphs import BATCHES
 from ftd.engine.cuda_runner import CudaRunner
 from ftd.kernels.formats import FORMATS, expert_layout
+from ftd.kernels.triton import divide
 from ftd.kernels.triton.ops import CudaOps
+from ftd.kernels.triton.sum_norm import RouteProducts
 
 ORACLES = Path(__file__).parents[2] / "data" / "oracles"
 
@@ -107,6 +109,8 @@ def rehearse(name: str) -> dict[str, object]:
     warm_up, found = CudaRunner.warm_up, []
 
     def rehearsed(runner, progress) -> None:
+        division = runner._experts.division
+        division._kernels, division._later = divide, RouteProducts  # as on a GPU
         runner.rehearse([(batch, divided) for batch in BATCHES for divided in (True, False)])
         found.extend(NAMES)
         NAMES.clear()
