@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
 import torch
+from asked import Asked
 from packed_weights import random_records
 
 from ftd.kernels.activation import SILU
 from ftd.kernels.cpu import native
 from ftd.kernels.cpu.native import Library, NativeOps
-from ftd.kernels.cpu.service import ExpertService, Mailbox
 from ftd.kernels.formats import ExpertLayout
 
 reason = native.unavailable_reason()
@@ -21,7 +20,6 @@ pytestmark = pytest.mark.skipif(reason is not None, reason=f"no C++ kernels: {re
 ISAS = [] if reason else [name for name, here in Library().isas().items() if here]
 E, K, H, INNER = 4, 2, 256, 416
 THREADS = (1, 2, 5)
-GIVEN_UP_S = 20.0
 
 
 @pytest.fixture(scope="module", params=ISAS)
@@ -41,19 +39,9 @@ def answer(
     part: tuple[int, int],
 ) -> torch.Tensor:
     """[T * K, H]; NaN where nothing was asked."""
-    box = Mailbox(8, K, H, x.dtype, pin=False)
-    service = ExpertService(ops, box, address[None].contiguous(), layout, SILU)
-    box.y.fill_(float("nan"))
-    box.x[: len(x)], box.ids[: len(x)] = x, ids
-    box.head.copy_(torch.tensor([0, len(x), *part]))
-    service.expect()
-    box.bell[0] = 1
-    deadline = time.monotonic() + GIVEN_UP_S
-    while box.answer[0] != 1:
-        assert time.monotonic() < deadline
-    assert service.fault == 0
-    service.close()
-    return box.y.view(-1, H)[: ids.numel()].clone()
+    asked = Asked(ops, layout, address, SILU, x, ids, part)
+    assert asked.fault == 0
+    return asked.y.view(-1, H)
 
 
 @pytest.mark.parametrize("act", [torch.float32, torch.bfloat16], ids=str)

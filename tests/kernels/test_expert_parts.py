@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
+from asked import Asked
 from packed_weights import random_records
 
 from ftd.kernels.activation import GPT_OSS, SILU
 from ftd.kernels.cpu import native
 from ftd.kernels.cpu.library import Library
-from ftd.kernels.cpu.service import ExpertService, Mailbox
 from ftd.kernels.formats import FORMATS, expert_layout
 from ftd.kernels.reference import expert_product
 
@@ -21,7 +19,6 @@ pytestmark = pytest.mark.skipif(reason is not None, reason=f"no C++ kernels: {re
 ISAS = [] if reason else [name for name, here in Library().isas().items() if here]
 E, K, H, INNER = 4, 3, 160, 416  # the last part is longer than the others
 F32, BF16 = torch.float32, torch.bfloat16
-GIVEN_UP_S = 20.0
 
 
 @pytest.fixture(scope="module", params=ISAS)
@@ -29,25 +26,6 @@ def ops(request):
     ops = native.load(request.param, threads=3)
     yield ops
     ops.close()
-
-
-class Asked:
-    """The CPU's answer to one question, [T, K, H]; NaN where it said nothing."""
-
-    def __init__(self, ops, layout, address, activation, x, ids, part):
-        box = Mailbox(8, K, H, x.dtype, pin=False)
-        service = ExpertService(ops, box, address[None].contiguous(), layout, activation)
-        box.y.fill_(float("nan"))
-        box.x[: len(x)], box.ids[: len(x)] = x, ids
-        box.head.copy_(torch.tensor([0, len(x), *part]))
-        service.expect()
-        box.bell[0] = 1
-        deadline = time.monotonic() + GIVEN_UP_S
-        while box.answer[0] != 1:
-            assert time.monotonic() < deadline
-        self.fault = service.fault
-        service.close()
-        self.y = box.y.view(-1)[: ids.numel() * H].view(*ids.shape, H).clone()
 
 
 @pytest.mark.parametrize("act", [F32, BF16], ids=str)
