@@ -35,7 +35,9 @@ class Tuning:
     admit_share: float = 0.2  # less where it comes in on its way, at no cost
     trust_half_life_steps: float = 64.0
     least_trust: float = 0.15  # with less, no slot stands empty
-    horizon_steps: float = 16.0  # within so many steps a background fill must earn its cost
+    horizon_steps: float = 16.0  # within so many steps a background fill must earn its cost,
+    sure_steps: float = 256.0  # or so many, where in the long run the difference is
+    sure_deviations: float = 2.5  # so many times what chance would make it
     prefill_weight_steps: float = 64.0  # a long prompt counts as so many steps at most
     demand_half_life_steps: float = 8.0
     max_empty_share: float = 1 / 32  # of slots, or of absent experts: may stand empty for fills
@@ -184,17 +186,42 @@ def num_swaps(
     tuning: Tuning,
     cost: float = 0.0,
     trust: float = 1.0,
+    lasting: np.ndarray | None = None,
 ) -> int:
     """How many swaps pay, pair by pair: ``gains`` [n] fall, ``losses`` [m] rise, uses per step.
 
     Args:
         cost: of one swap, in misses.
         trust: in what is told of gains and losses.
+        lasting: of each pair: its difference is sure to last. None: no one is.
     """
     pairs = min(len(gains), len(losses))
-    earned_by = tuning.horizon_steps * max(trust, LEAST_TRUST)
-    least = losses[:pairs] * (1 + tuning.swap_share) + cost / earned_by
-    return int(np.count_nonzero(gains[:pairs] > least))
+    steps = np.full(pairs, tuning.horizon_steps)
+    if lasting is not None:
+        steps[lasting[:pairs]] = tuning.sure_steps
+    earned_by = steps * max(trust, LEAST_TRUST)
+    pays = gains[:pairs] > losses[:pairs] * (1 + tuning.swap_share) + cost / earned_by
+    return int(np.argmin(np.append(pays, False)))  # up to the first that does not
+
+
+def _lasting(
+    state: PolicyState, tuning: Tuning, newcomers: np.ndarray, leaving: np.ndarray
+) -> np.ndarray:
+    """[n] bool: in the long run more is used of the newcomer, by more than chance.
+
+    A use counts ``to_frequent`` at first and half as much on average, and uses are independent of
+    each other, so an average varies by the root of itself times that.
+
+    Args:
+        newcomers, leaving: keys, pair by pair; -1 of ``leaving``: an empty slot.
+    """
+    _, to_frequent = _learning_rates(state, tuning, 1.0)
+    pairs = min(len(newcomers), len(leaving))
+    newcomers, leaving = newcomers[:pairs], leaving[:pairs]
+    frequent = state.frequent.ravel()
+    gains, losses = frequent[newcomers], np.where(leaving >= 0, frequent[leaving], 0.0)
+    chance = np.sqrt(to_frequent / 2 * (gains + losses))
+    return gains - losses > tuning.sure_deviations * chance
 
 
 def _lowest(value: np.ndarray, n: int) -> np.ndarray:
@@ -246,11 +273,12 @@ def plan(
     served = np.clip(state.demand - np.arange(min(empty, len(victims))), 0, 1)
     empty = int(np.count_nonzero(served > tuning.empty_share * flat[victims[: len(served)]]))
     # Background fills take spare slots first, then those of victims they are worth more than.
-    spare = np.zeros(max(0, num_free - empty), np.float32)
-    losses = np.concatenate([spare, flat[victims]])
+    leaving = np.concatenate([np.full(max(0, num_free - empty), -1), victims])
+    losses = np.where(leaving >= 0, flat[leaving], 0.0)
     fills = 0
     if allowance.worth:
-        fills = num_swaps(flat[incoming], losses, tuning, allowance.cost_misses, trust)
+        lasting = _lasting(state, tuning, incoming, leaving)
+        fills = num_swaps(flat[incoming], losses, tuning, allowance.cost_misses, trust, lasting)
     if overdue and not fills:
         fills = num_swaps(flat[incoming[:1]], losses, tuning)
     if fills:

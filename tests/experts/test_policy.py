@@ -120,6 +120,30 @@ def test_little_moves_when_routing_is_even():
     assert swaps < 0.1 * 4 * 300  # a tenth of what the allowance would carry
 
 
+def test_what_is_surely_used_more_in_the_long_run_comes_in_though_it_earns_little_a_step():
+    """Used each 25th step against never: a fill at the price of one miss is earned back late."""
+    filled = []
+    for steps in (20, 200):
+        state = policy.new_state(1, 4, 1)
+        resident = np.array([[True, False, True, True]])
+        for step in range(steps):
+            policy.observe(state, TUNING, np.array([[False, step % 25 == 0, True, True]]))
+        plan = policy.plan(state, TUNING, resident, ~resident, 0, 0, Allowance(4, 1))
+        filled.append(plan.fill.tolist())
+    assert filled == [[], [1]], "one use of one may be chance, eight of none are not"
+
+
+def test_chance_makes_no_difference_sure():
+    """All experts are equal: of the pairs that differ most few look as if they did."""
+    random = np.random.default_rng(4)
+    state = policy.new_state(4, 64, 8)
+    for _ in range(1000):
+        policy.observe(state, TUNING, random.random((4, 64)) < 0.06)
+    one, other = random.permutation(4 * 64)[:200].reshape(2, 100)
+    assert policy._lasting(state, TUNING, one, other).mean() < 0.06
+    assert policy._lasting(state, TUNING, one, np.full(100, -1)).mean() > 0.9
+
+
 def test_values_that_tell_nothing_are_not_trusted():
     """Even routing: what estimates say of the next step is noise. A skewed router's are true."""
     random = np.random.default_rng(1)
