@@ -58,7 +58,7 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         refusal = FtdError(error.reason)
         refusal.status, refusal.code = error.status, "http_error"
     except ReaderLost:
-        raise  # there is nobody to answer
+        return web.Response(status=499)  # nobody will read it; raised, it would be logged
     except Exception:
         log.exception("http.failed", method=request.method, path=request.path)
         refusal = FtdError("ftd made a mistake while answering", hint="the log has the traceback")

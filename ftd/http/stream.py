@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import orjson
+import structlog
 from aiohttp import web
 from aiohttp.http import StreamWriter
+
+log = structlog.get_logger(__name__)
 
 SLOW_READER_S = 30.0  # without taking what the socket's buffers could not hold
 DONE = b"data: [DONE]\n\n"
@@ -37,7 +41,7 @@ class EventStream:
     """
 
     def __init__(self, request: web.Request, request_id: str) -> None:
-        self._request = request
+        self._request, self._request_id = request, request_id
         self._writer: StreamWriter | None = None  # once headers are under way
         self._response = web.StreamResponse(
             headers={
@@ -78,13 +82,17 @@ class EventStream:
             async with asyncio.timeout(SLOW_READER_S):
                 await writer.drain()
         except TimeoutError as error:
-            if self._request.transport is not None:
-                self._request.transport.abort()
+            transport = self._request.transport
+            if transport is not None and not transport.is_closing():  # answers share a connection
+                log.warning(
+                    "stream.reader_cut_off",
+                    request_id=self._request_id,
+                    took_nothing_s=SLOW_READER_S,
+                )
+                transport.abort()
             raise ReaderLost(f"the client took nothing for {SLOW_READER_S:g} s") from error
 
     async def close(self) -> web.StreamResponse:
-        try:
+        with suppress(ConnectionError):  # whoever has all events may leave at once
             await self._response.write_eof()
-        except ConnectionError as error:
-            raise ReaderLost("the client left") from error
         return self._response

@@ -7,6 +7,8 @@ import random
 
 import orjson
 import pytest
+from aiohttp import web
+from structlog.testing import capture_logs
 
 from ftd.config import Config
 from ftd.engine.api import Finish
@@ -97,7 +99,24 @@ async def test_a_hundred_clients_that_leave_anywhere_leave_nothing(slow):
     assert len(asyncio.all_tasks()) < 20
 
 
-async def test_a_reader_that_stops_reading_is_cut_off(start_front, monkeypatch):
+async def test_a_client_that_leaves_with_the_last_event_has_its_answer(front, monkeypatch, caplog):
+    async def gone(self, data=b""):
+        raise ConnectionResetError("Cannot write to closing transport")
+
+    front.script("short", "one two")
+    monkeypatch.setattr(web.StreamResponse, "write_eof", gone)
+    reader, writer = await open_socket(front)
+    with capture_logs() as lines:
+        writer.write(request_bytes("short", stream=True))
+        await reader.readuntil(b"[DONE]")
+        writer.close()
+        await front.until(lambda: any(line["event"] == "request.finished" for line in lines))
+    (told,) = [line for line in lines if line["event"] == "request.finished"]
+    assert (told["status"], told["outcome"]) == (200, "stop")
+    assert not caplog.records
+
+
+async def test_a_reader_that_stops_reading_is_cut_off(start_front, monkeypatch, caplog):
     monkeypatch.setattr(stream_module, "SLOW_READER_S", 0.2)
     front = await start_front(Config())
     front.script("flood", "word " * 1500, per_output=1)
@@ -105,8 +124,11 @@ async def test_a_reader_that_stops_reading_is_cut_off(start_front, monkeypatch):
     # logprobs make the chunks large enough to fill every buffer on the way
     writer.write(request_bytes("flood", stream=True, logprobs=True, top_logprobs=20, n=8))
     await front.until(lambda: front.engine.active)
-    writer.transport.pause_reading()
-    await front.until(lambda: not front.engine.active)
+    with capture_logs() as lines:
+        writer.transport.pause_reading()
+        await front.until(lambda: not front.engine.active)
+    assert [line["took_nothing_s"] for line in lines if "cut_off" in line["event"]] == [0.2]
+    assert not caplog.records
     assert front.engine.counts.get(Finish.CANCELLED)
     writer.transport.resume_reading()
     with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
