@@ -181,9 +181,8 @@ class Residency(Residents):
         self._paused = True
         try:
             with past_copies(), self.division.beside_pass():
-                if (
-                    self._dirty
-                ):  # the slots of those that the pass has evicted are being overwritten
+                # the slots of those that the pass has evicted are being overwritten
+                if self._dirty:
                     self._publish()
                 yield
         finally:
