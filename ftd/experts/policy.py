@@ -2,8 +2,9 @@
 
 An expert's *value* is the rate at which the next steps are expected to use it, in uses per step. It
 mixes two averages of what was used: one that forgets within tens of steps, which follows the text,
-and one that forgets within hundreds, which follows the router's drift. And one that has not been
-used for a while is worth at most a few uses in as long a while: after a change of text the
+and one that forgets within hundreds, which follows the router's drift. How much each of them tells
+of the next step is measured by least squares, and weighs it. One that has not been used for a while
+is worth at most a few uses in as long a while: after a change of text the
 favourites of before leave in the order of their last use, as an LRU lets them. On recorded routing
 the mix misses less than recency (LRU) or frequency alone at every size of cache.
 
@@ -28,14 +29,15 @@ class Tuning:
 
     recent_half_life_steps: float = 16.0
     frequent_half_life_steps: float = 128.0
-    recent_weight: float = 0.4
+    recent_weights: tuple[float, float] = (0.1, 0.8)  # the bounds of what is measured
+    weight_half_life_steps: float = 128.0
     overdue_uses: float = 2.0  # in the time since its last use an expert is worth no more;
     early_steps: float = 16.0  # before so many steps that says less: it may be chance
     swap_share: float = 0.3  # a newcomer must be worth so much more: estimates are noisy
     admit_share: float = 0.2  # less where it comes in on its way, at no cost
     trust_half_life_steps: float = 64.0
     least_trust: float = 0.15  # with less, no slot stands empty
-    horizon_steps: float = 16.0  # within so many steps a background fill must earn its cost,
+    horizon_steps: float = 32.0  # within so many steps a background fill must earn its cost,
     sure_steps: float = 256.0  # or so many, where in the long run the difference is
     sure_deviations: float = 2.5  # so many times what chance would make it
     prefill_weight_steps: float = 64.0  # a long prompt counts as so many steps at most
@@ -51,6 +53,10 @@ class PolicyState:
     frequent: np.ndarray  # [L, E] float32, uses per step
     since: np.ndarray  # [L, E] float32, steps since the last use
     steps: float  # observed so far, the prior included
+    averages: np.ndarray  # [2, 2] float64, covariance of ``recent`` and ``frequent``,
+    told: np.ndarray  # [2] float64, and of each with uses
+    judged: float = 0.0  # steps in these sums
+    recent_weight: float = 0.4  # of ``recent`` in values, ``frequent`` has the rest
     foretold: float = 0.0  # covariance of uses with values,
     spread: float = 0.0  # and variance of values
     demand: float = 0.0  # read-through fills wanted per step
@@ -81,6 +87,8 @@ AHEAD_FROM_TOKENS = 256
 SURE_USES = 8.0
 LEAST_TRUST = 1e-3
 TRUST_FROM_STEPS = 12.0  # before, what little is known is all there is
+WEIGHED_FROM_STEPS = 32.0  # before, and
+LEAST_APART = 1e-3  # with less of their variances, both averages say the same
 NEARLY = 0.95  # a demand of so much less than one fill a step is reason for an empty slot
 PRIOR_STEPS = 4.0  # the even routing assumed before anything was seen weighs as many steps
 
@@ -88,7 +96,9 @@ PRIOR_STEPS = 4.0  # the even routing assumed before anything was seen weighs as
 def new_state(num_layers: int, num_experts: int, uses_per_layer: float) -> PolicyState:
     """Before the first step every expert is as likely as any other."""
     even = np.full((num_layers, num_experts), uses_per_layer / num_experts, np.float32)
-    return PolicyState(even.copy(), even, np.zeros_like(even), steps=PRIOR_STEPS)
+    return PolicyState(
+        even.copy(), even, np.zeros_like(even), PRIOR_STEPS, np.zeros((2, 2)), np.zeros(2)
+    )  # fmt: skip
 
 
 def _learning_rates(state: PolicyState, tuning: Tuning, steps: float) -> tuple[float, float]:
@@ -112,6 +122,7 @@ def observe(
     """
     if prompt_steps is None:
         _judge(state, tuning, uses)
+        _weigh(state, tuning, uses)
     steps = prompt_steps or 1.0
     to_recent, to_frequent = _learning_rates(state, tuning, steps)
     for average, rate in ((state.recent, to_recent), (state.frequent, to_frequent)):
@@ -130,6 +141,23 @@ def _judge(state: PolicyState, tuning: Tuning, used: np.ndarray) -> None:
     state.spread = fade * state.spread + float(np.vdot(above, above))
 
 
+def _weigh(state: PolicyState, tuning: Tuning, used: np.ndarray) -> None:
+    """By how much each average tells what is used, given the other: a regression over steps."""
+    both = np.stack([a.ravel() - a.mean() for a in (state.recent, state.frequent)])
+    fade = 0.5 ** (1 / tuning.weight_half_life_steps)
+    state.averages = fade * state.averages + both @ both.T
+    state.told = fade * state.told + both[:, used.ravel() > 0].sum(1)
+    state.judged = fade * state.judged + 1
+    (rr, rf), (_, ff) = state.averages
+    if state.judged < WEIGHED_FROM_STEPS or rr * ff - rf * rf < LEAST_APART * rr * ff:
+        return
+    of_recent, of_frequent = np.linalg.solve(state.averages, state.told)
+    if of_recent + of_frequent > 0:
+        least, most = tuning.recent_weights
+        share = of_recent / (of_recent + of_frequent)
+        state.recent_weight = min(most, max(least, float(share)))
+
+
 def prefill_steps(tuning: Tuning, num_tokens: int) -> float:
     """How many decode steps a prompt chunk speaks for."""
     return min(float(num_tokens), tuning.prefill_weight_steps)
@@ -137,13 +165,17 @@ def prefill_steps(tuning: Tuning, num_tokens: int) -> float:
 
 def value(state: PolicyState, tuning: Tuning) -> np.ndarray:
     """[L, E] float32: expected uses per step."""
-    return _value(tuning, state.recent, state.frequent, state.since)
+    return _value(state, tuning, state.recent, state.frequent, state.since)
 
 
 def _value(
-    tuning: Tuning, recent: np.ndarray, frequent: np.ndarray, since: np.ndarray
+    state: PolicyState,
+    tuning: Tuning,
+    recent: np.ndarray,
+    frequent: np.ndarray,
+    since: np.ndarray,
 ) -> np.ndarray:
-    mixed = tuning.recent_weight * recent + (1 - tuning.recent_weight) * frequent
+    mixed = state.recent_weight * recent + (1 - state.recent_weight) * frequent
     age = since + 1
     return np.minimum(mixed, tuning.overdue_uses / age * (1 + tuning.early_steps / age))
 
@@ -156,6 +188,7 @@ def value_after(
     recent, frequent = state.recent[layer], state.frequent[layer]
     since = np.where(uses > 0, np.float32(0), state.since[layer] + 1)
     return _value(
+        state,
         tuning,
         recent + to_recent * (uses - recent),
         frequent + to_frequent * (uses - frequent),
@@ -295,5 +328,5 @@ def plan(
     else:
         floor = float(flat[victims[min(evictions, len(victims) - 1)]]) * (1 + tuning.admit_share)
     to_recent, to_frequent = _learning_rates(state, tuning, 1.0)
-    one_use = tuning.recent_weight * to_recent + (1 - tuning.recent_weight) * to_frequent
+    one_use = state.recent_weight * to_recent + (1 - state.recent_weight) * to_frequent
     return Plan(victims[:evictions], incoming[:fills], values, values + one_use > floor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -174,6 +175,21 @@ def test_favourites_of_before_leave_in_the_order_of_their_last_use():
         policy.observe(state, TUNING, np.array([[0, step < 20, 1]]))
     never_more, a_while_longer, now = policy.value(state, TUNING)[0]
     assert never_more < a_while_longer < 0.05 < now
+
+
+@pytest.mark.parametrize("text_steps, lowest, highest", [(10_000, 0.1, 0.2), (24, 0.65, 0.8)])
+def test_the_average_that_tells_more_has_more_weight(text_steps, lowest, highest):
+    """The same experts are popular all along, or others with each text."""
+    random = np.random.default_rng(7)
+    state = policy.new_state(4, 64, 8)
+    weights = []
+    for step in range(800):
+        if step % text_steps == 0:
+            odds = random.random((4, 64)) ** 6
+        policy.observe(state, TUNING, random.random((4, 64)) < odds)
+        weights.append(state.recent_weight)
+    assert set(weights[:25]) == {0.4}, "too little is known to weigh by"
+    assert lowest <= np.mean(weights[200:]) <= highest
 
 
 def test_value_follows_a_change_of_text_within_tens_of_steps():
