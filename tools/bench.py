@@ -7,11 +7,12 @@
     python tools/bench.py --show ftd.json --machine h200   # an earlier run, beside the simulator
     python tools/bench.py --show ftd.json peer.json --plot both.svg     # several, side by side
 
-ftd runs four times: 37 % of the experts in slots, its compiled kernels not cached; all resident;
-37 % again with six CPU threads, kernels cached; and with a budget of 8 GiB. Prompts are random
-token ids, different each time, so that no cache helps unless the row says so. Answers are drawn at
-temperature 1: greedy decoding of random weights runs into loops. The answers of the first two are
-compared: the same tokens have the same log-probabilities but for rounding.
+ftd runs four times, each with a profile of its own, calibrated at the start: 37 % of the experts in
+slots, its compiled kernels not cached; all resident; 37 % again with six CPU threads, kernels
+cached; and with a budget of 8 GiB. Prompts are random token ids, different each time, so that no
+cache helps unless the row says so. Answers are drawn at temperature 1: greedy decoding of random
+weights runs into loops. The answers of the first two are compared: the same tokens have the same
+log-probabilities but for rounding.
 
 ``--out`` keeps the results as JSON after each value, the logs, and a plot.
 """
@@ -49,11 +50,15 @@ from bench_server import (  # noqa: E402
     with_server,
 )
 
+from ftd.control.client import Client, ControlError  # noqa: E402
+from ftd.control.protocol import Profile  # noqa: E402
+
 KV_TOKENS = 32768
 SCORED_TOKENS = 160
 LIMITED_THREADS = 6
 LIMIT_OF_BEST = 0.85  # of the best policy in the simulator: the bar of runs without one
 SMALL_BUDGET = "8G"
+PROFILE_TIMEOUT_S = 120
 
 # How far two runs may be apart, in nat. Where a router's choice is close, rounding can pick another
 # expert, and that row differs legitimately: such rows are few.
@@ -123,7 +128,7 @@ class Bench:
         work: dict[str, Callable[[], Awaitable[Any]]] = {
             "decode": lambda: rows.decode(server, p, *sizes, some),
             "streams": lambda: rows.streams(server, p, *sizes, few),
-            "counts": lambda: rows.counted(server, p, *sizes),
+            "counts": lambda: rows.counted(server, p, *sizes, some),
             "cold": lambda: rows.cold(server, p, o.long_prompt, some),
             "append64": lambda: rows.append(server, p, 64, some, o.long_prompt),
             "append20": lambda: rows.append(server, p, 20, some, o.long_prompt),
@@ -146,7 +151,8 @@ class Bench:
     def take(self, run: str, name: str, found: Any) -> None:
         if name == "counts":
             if found:
-                self.results.note(f"{run}.step", found)
+                self.results.note(f"{run}.steps", found)
+                self.results.note(f"{run}.step", rows.middle(found))
         elif name == "beside":
             self.results.add(f"{run}.long", [turn.alone_ms for turn in found])
             self.results.add(f"{run}.kept", [turn.kept for turn in found])
@@ -169,7 +175,7 @@ def bench_own(o: argparse.Namespace, results: Results) -> None:
     results.conditions |= {
         "model": str(model), "slots": slots, "experts": weights.num_experts, "ftd": o.ftd,
         "machine": platform.processor() or platform.machine(), "cores": os.cpu_count(),
-        "prompt_tokens": o.prompt_tokens, "output_tokens": o.output_tokens, "rates": o.rates,
+        "prompt_tokens": o.prompt_tokens, "output_tokens": o.output_tokens,
         "shape": {
             "layers": weights.layers, "experts": weights.num_experts,
             "top_k": weights.experts_per_token, "expert_bytes": round(weights.expert_bytes),
@@ -197,21 +203,35 @@ def bench_own(o: argparse.Namespace, results: Results) -> None:
             try:
                 with running_ftd(
                     model,
-                    [*flags[run], *o.ftd],
+                    [*flags[run], "--profile-dir", f"{cache}/profiles-{run}", *o.ftd],
                     env={"TRITON_CACHE_DIR": cache},
                     keep_log=o.out / f"ftd-{run}.log" if o.out else None,
                 ) as started:
                     results.add(f"{run}.start", [started.ready_s])
                     asyncio.run(with_server(started.url, work))
-            except (BenchFailed, aiohttp.ClientError, OSError) as error:
+                    add_roofline(o, results, run, weights, started.socket)
+            except (BenchFailed, ControlError, aiohttp.ClientError, OSError) as error:
                 results.fail(run, str(error))
-            add_roofline(results, run, weights, Rates.of_gigabytes(*o.rates))
 
 
-def add_roofline(results: Results, run: str, weights: Weights, rates: Rates) -> None:
-    if step := results.facts.get(f"{run}.step"):
-        share = least_step_s(weights, step, rates) / step["step_s"]
-        results.add(f"{run}.roofline", [100 * share])
+def add_roofline(
+    o: argparse.Namespace, results: Results, run: str, weights: Weights, socket: Path
+) -> None:
+    """Of each counted stream, by the rates that ftd now measures of link and memory."""
+    steps = results.facts.get(f"{run}.steps", [])
+    rates = [*(o.rates or (0.0, 0.0)), o.hbm]
+    if any(step["misses"] for step in steps) and not o.rates:
+        with Client(socket, PROFILE_TIMEOUT_S) as client:
+            measured = client.call(Profile())
+        rates[:2] = (
+            measured.rows[0].link_bytes_per_s / 1e9,
+            (measured.read_bytes_per_s or measured.rows[0].cpu_bytes_per_s) / 1e9,
+        )
+    if steps:
+        least = Rates.of_gigabytes(*rates)
+        shares = [100 * least_step_s(weights, step, least) / step["step_s"] for step in steps]
+        results.note(f"{run}.rates", rates)
+        results.add(f"{run}.roofline", shares)
 
 
 def bench_url(o: argparse.Namespace, results: Results) -> None:
@@ -225,7 +245,7 @@ def prepare_model(o: argparse.Namespace) -> Path:
     from make_synthetic import make
 
     if o.model is not None:
-        return o.model
+        return o.model.resolve()  # ftd runs elsewhere
     model = Path(o.folder) / f"ftd-{o.preset}-{o.layers}"
     if not (model / "generation_config.json").exists():  # what is written last
         make(model, o.preset, layers=o.layers)
@@ -245,6 +265,11 @@ def report(results: Results, machine: str | None = None) -> str:
     steps = {run: fact for run in RUNS if (fact := results.facts.get(f"{run}.step"))}
     if steps:
         parts += ["", "A decode step, counted:", "", step_table(steps)]
+    for run in steps:
+        if (rates := results.facts.get(f"{run}.rates")) and rates[0]:
+            link, dram, hbm = rates
+            read = f"{link:.1f} over the link, {dram:.1f} by the CPU, {hbm:g} of GPU memory"
+            parts += ["", f"Rates of the roofline, {run}, GB/s: {read}."]
     if predicted:
         parts += ["", "Beside the simulator:", "", predicted_table(results, predicted)]
     if gaps := results.facts.get("agreement"):
@@ -355,9 +380,10 @@ def arguments() -> argparse.Namespace:
     ap.add_argument("--beside-prompt", type=int, default=rows.LONG_TOKENS, help="beside a stream")
     ap.add_argument("--seed", type=int, default=1)
     ap.add_argument(
-        "--rates", type=float, nargs=3, default=[50.9, 137.0, 4800.0],
-        metavar=("LINK", "DRAM", "HBM"), help="GB/s of this machine; default: the H200 machine",
+        "--rates", type=float, nargs=2, metavar=("LINK", "DRAM"),
+        help="GB/s, for the roofline; default: ftd measures them at the end of each run",
     )  # fmt: skip
+    ap.add_argument("--hbm", type=float, default=4800.0, help="GB/s of the GPU; default: H200")
     ap.add_argument("--machine", help="what the simulator says for this one, e.g. h200")
     ap.add_argument("--out", type=Path, help="folder for results.json, plot.svg and logs")
     ap.add_argument("--show", type=Path, nargs="+", metavar="JSON", help="print these results")

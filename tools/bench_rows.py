@@ -95,9 +95,20 @@ async def beside(
 
 
 async def counted(
+    server: Server, prompts: Prompts, tokens: int, output_tokens: int, repeats: int = 1
+) -> list[dict[str, float]]:
+    """What each step of a stream did on average, by ftd's counters; empty of other servers."""
+    found = [await _counted(server, prompts, tokens, output_tokens) for _ in range(repeats)]
+    return [step for step in found if step]
+
+
+def middle(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(step[name] for step in steps) for name in steps[0]}
+
+
+async def _counted(
     server: Server, prompts: Prompts, tokens: int, output_tokens: int
 ) -> dict[str, float]:
-    """What each step of one stream did on average, from ftd's counters; empty of other servers."""
     stream = server.start(prompts.new(tokens), output_tokens)
     await stream.tokens(2)
     first, begun_s = await server.counters(), stream.reply.token_times_s[-1]

@@ -117,7 +117,7 @@ class Runs:
         if self.profile is None and not o.no_profile:
             await self.take_profile(at)
         results.add(f"{at}.decode", await rows.decode(server, p, *sizes, o.repeats))
-        step = await rows.counted(server, p, *sizes)
+        step = next(iter(await rows.counted(server, p, *sizes)), {})
         results.note(f"{at}.step", step)
         results.note(f"{at}.slots", int(step.get("slots", 0)))
         self.compare(at, step)
