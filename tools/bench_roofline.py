@@ -63,7 +63,9 @@ def least_step_s(weights: Weights, step: Mapping[str, float], rates: Rates) -> f
 
     Args:
         step: what one step did on average: ``hits`` and ``misses``.
+        rates: of link and memory not both 0, where something was missed.
     """
     missed = step["misses"] * weights.expert_bytes
     others = step["hits"] * weights.expert_bytes + weights.dense_bytes
-    return missed / (rates.dram + rates.link) + others / rates.hbm
+    missed_s = missed / (rates.dram + rates.link) if missed else 0.0
+    return missed_s + others / rates.hbm

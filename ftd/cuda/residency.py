@@ -123,6 +123,7 @@ class Residency(Residents):
         self._dirty = False  # the table on the device lags behind
         self._paused = False  # a pass, for other steps
         self._uses = np.zeros(self._host.shape, np.int32)
+        self._first_keys = np.arange(len(self.layers))[:, None, None] * self.num_experts
         self._num_tokens = 0
         self._step = ExpertCounters()  # of the running step
 
@@ -221,12 +222,13 @@ class Residency(Residents):
             parts = self._parts_on_cpu + int(report[ON_CPU])
             on_cpu, self._parts_on_cpu = divmod(parts, self.division.parts)
             self._dirty |= stored > 0
-        for row, ids in enumerate(log):
-            ids = ids[ids[:, 0] >= 0]
-            if self._trace is not None:
-                self._trace.add(row, ids)
-            self._uses[row] += np.bincount(ids.ravel(), minlength=self.num_experts)
-            self._num_tokens = max(self._num_tokens, len(ids))
+        in_use = log[:, :, 0] >= 0
+        if self._trace is not None:
+            for row, ids in enumerate(log):
+                self._trace.add(row, ids[in_use[row]])
+        keys = (log + self._first_keys)[in_use].ravel()
+        self._uses += np.bincount(keys, minlength=self._uses.size).reshape(self._uses.shape)
+        self._num_tokens = max(self._num_tokens, int(in_use.sum(1).max()))
         used = self._uses > 0
         misses = int(np.count_nonzero(used & ~launch.resident))
         step = self._step

@@ -55,13 +55,14 @@ class PolicyState:
     steps: float  # observed so far, the prior included
     averages: np.ndarray  # [2, 2] float64, covariance of ``recent`` and ``frequent``,
     told: np.ndarray  # [2] float64, and of each with uses
-    judged: float = 0.0  # steps in these sums
+    weighed: float = 0.0  # steps in these sums
     recent_weight: float = 0.4  # of ``recent`` in values, ``frequent`` has the rest
     foretold: float = 0.0  # covariance of uses with values,
     spread: float = 0.0  # and variance of values
     demand: float = 0.0  # read-through fills wanted per step
     credit: float = 0.0  # background fills saved up
     quiet_steps: int = 0  # since something was admitted
+    values: np.ndarray | None = None  # [L, E] float32, as of the last step; None: not asked for yet
 
     @property
     def trust(self) -> float:
@@ -87,7 +88,8 @@ AHEAD_FROM_TOKENS = 256
 SURE_USES = 8.0
 LEAST_TRUST = 1e-3
 TRUST_FROM_STEPS = 12.0  # before, what little is known is all there is
-WEIGHED_FROM_STEPS = 32.0  # before, and
+WEIGHED_EACH_STEPS = 4  # is enough,
+WEIGHED_FROM_STEPS = 32.0  # and before, or
 LEAST_APART = 1e-3  # with less of their variances, both averages say the same
 NEARLY = 0.95  # a demand of so much less than one fill a step is reason for an empty slot
 PRIOR_STEPS = 4.0  # the even routing assumed before anything was seen weighs as many steps
@@ -111,45 +113,53 @@ def _learning_rates(state: PolicyState, tuning: Tuning, steps: float) -> tuple[f
 
 
 def observe(
-    state: PolicyState, tuning: Tuning, uses: np.ndarray, prompt_steps: float | None = None
+    state: PolicyState,
+    tuning: Tuning,
+    uses: np.ndarray,
+    prompt_steps: float | None = None,
+    *,
+    judge: bool = True,
 ) -> None:
-    """Take in what the last step used.
+    """Take in what the last step used. Once a step, on the thread that launches them.
 
     Args:
         uses: [L, E] uses per step: 0 or 1 after decode; tokens routed / tokens after a prefill.
         prompt_steps: how many decode steps a prefill speaks for. None: it was a decode step, which
             tells how good the values were, too.
+        judge: look at that; False where nobody asks for values.
     """
-    if prompt_steps is None:
-        _judge(state, tuning, uses)
-        _weigh(state, tuning, uses)
+    now = uses.astype(np.float32)
+    if prompt_steps is None and judge:
+        _judge(state, tuning, now)
+        if int(state.steps) % WEIGHED_EACH_STEPS == 0:
+            _weigh(state, tuning, now)
     steps = prompt_steps or 1.0
     to_recent, to_frequent = _learning_rates(state, tuning, steps)
-    for average, rate in ((state.recent, to_recent), (state.frequent, to_frequent)):
-        average *= 1 - rate
-        average += rate * uses
+    state.recent += to_recent * (now - state.recent)
+    state.frequent += to_frequent * (now - state.frequent)
     state.since += 1  # a prompt counts once: it may well leave out what answers use
-    state.since[uses > 0] = 0
+    state.since[now > 0] = 0
     state.steps += steps
+    state.values = None
 
 
 def _judge(state: PolicyState, tuning: Tuning, used: np.ndarray) -> None:
-    above = value(state, tuning)
-    above -= above.mean()
+    values = _values(state, tuning)
+    above = values - values.mean()
     fade = 0.5 ** (1 / tuning.trust_half_life_steps)
-    state.foretold = fade * state.foretold + float(above[used > 0].sum())
+    state.foretold = fade * state.foretold + float(np.vdot(above, used))
     state.spread = fade * state.spread + float(np.vdot(above, above))
 
 
 def _weigh(state: PolicyState, tuning: Tuning, used: np.ndarray) -> None:
     """By how much each average tells what is used, given the other: a regression over steps."""
     both = np.stack([a.ravel() - a.mean() for a in (state.recent, state.frequent)])
-    fade = 0.5 ** (1 / tuning.weight_half_life_steps)
+    fade = 0.5 ** (WEIGHED_EACH_STEPS / tuning.weight_half_life_steps)
     state.averages = fade * state.averages + both @ both.T
-    state.told = fade * state.told + both[:, used.ravel() > 0].sum(1)
-    state.judged = fade * state.judged + 1
+    state.told = fade * state.told + both @ used.ravel()
+    state.weighed = fade * state.weighed + WEIGHED_EACH_STEPS
     (rr, rf), (_, ff) = state.averages
-    if state.judged < WEIGHED_FROM_STEPS or rr * ff - rf * rf < LEAST_APART * rr * ff:
+    if state.weighed < WEIGHED_FROM_STEPS or rr * ff - rf * rf < LEAST_APART * rr * ff:
         return
     of_recent, of_frequent = np.linalg.solve(state.averages, state.told)
     if of_recent + of_frequent > 0:
@@ -164,8 +174,14 @@ def prefill_steps(tuning: Tuning, num_tokens: int) -> float:
 
 
 def value(state: PolicyState, tuning: Tuning) -> np.ndarray:
-    """[L, E] float32: expected uses per step."""
-    return _value(state, tuning, state.recent, state.frequent, state.since)
+    """[L, E] float32: expected uses per step. The caller's own."""
+    return _values(state, tuning).copy()
+
+
+def _values(state: PolicyState, tuning: Tuning) -> np.ndarray:
+    if state.values is None:
+        state.values = _value(state, tuning, state.recent, state.frequent, state.since)
+    return state.values
 
 
 def _value(

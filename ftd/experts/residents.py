@@ -117,7 +117,8 @@ class Residents(ABC):
             steps = policy.prefill_steps(self._tuning, num_tokens)
             policy.observe(self._state, self._tuning, uses / num_tokens, steps)
         else:
-            policy.observe(self._state, self._tuning, uses > 0)
+            some_absent = self._table.num_used < uses.size
+            policy.observe(self._state, self._tuning, uses > 0, judge=some_absent)
 
     def _admit(
         self,
