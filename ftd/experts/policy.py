@@ -44,7 +44,7 @@ class Tuning:
     demand_half_life_steps: float = 8.0
     max_empty_share: float = 1 / 32  # of slots, or of absent experts: may stand empty for fills
     empty_share: float = 2.0  # of what it loses, an empty slot must serve in fills
-    max_quiet_steps: int = 16  # without an admission, then one comes in whatever it costs
+    max_quiet_steps: int = 64  # without an admission, then one comes in whatever it costs
 
 
 @dataclass(slots=True)
