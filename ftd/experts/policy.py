@@ -159,7 +159,7 @@ def _weigh(state: PolicyState, tuning: Tuning, used: np.ndarray) -> None:
     state.told = fade * state.told + both @ used.ravel()
     state.weighed = fade * state.weighed + WEIGHED_EACH_STEPS
     (rr, rf), (_, ff) = state.averages
-    if state.weighed < WEIGHED_FROM_STEPS or rr * ff - rf * rf < LEAST_APART * rr * ff:
+    if state.weighed < WEIGHED_FROM_STEPS or rr * ff - rf * rf <= LEAST_APART * rr * ff:
         return
     of_recent, of_frequent = np.linalg.solve(state.averages, state.told)
     if of_recent + of_frequent > 0:

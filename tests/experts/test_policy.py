@@ -192,6 +192,13 @@ def test_the_average_that_tells_more_has_more_weight(text_steps, lowest, highest
     assert lowest <= np.mean(weights[200:]) <= highest
 
 
+def test_where_all_experts_are_used_alike_there_is_nothing_to_weigh():
+    state = policy.new_state(2, 4, 4)
+    for _ in range(60):
+        policy.observe(state, TUNING, np.ones((2, 4), bool))
+    assert state.recent_weight == 0.4
+
+
 def test_value_follows_a_change_of_text_within_tens_of_steps():
     state = policy.new_state(1, 4, 1)
     for _ in range(2000):
